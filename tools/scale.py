@@ -3,15 +3,22 @@
 python tools/scale.py
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.cli.plan import load_for_gpus
+from coordexp.cli.plan import change_setting, load_for_gpus
 from coordexp.config.settings import Adapter
-from coordexp.launch.fit import PlannedModel, Planner, SampleSize, change_setting
-from coordexp.launch.memory import GIB
+from coordexp.launch.memory import (
+    GIB,
+    Learner,
+    Model,
+    RowSize,
+    SampleSize,
+    engine_parts,
+    plan_memory,
+    total_bytes,
+)
 from coordexp.shapes import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
@@ -38,36 +45,30 @@ MACHINES = (
 
 def make_table() -> str:
     """Return the table as Markdown."""
-    head = ["| model | trained | GPUs | learner | engine | on a GPU | verdict | what to change |"]
-    return "\n".join([*head, "| --- | --- | --- | --- | --- | --- | --- | --- |", *_rows()])
+    head = ["| model | trained | GPUs | learner | engine | on a GPU | verdict |"]
+    return "\n".join([*head, "| --- | --- | --- | --- | --- | --- | --- |", *_rows()])
 
 
 def _rows() -> Iterator[str]:
-    for size, shape in PUBLISHED.items():
-        planned = PlannedModel.from_shape(size, shape.with_coordinate_tokens())
+    for size in PUBLISHED:
         for trained in ("all weights", f"LoRA {RANK}"):
             for machine in MACHINES:
-                cells = (size.upper(), trained, machine.name, *_cells(planned, trained, machine))
+                cells = (size.upper(), trained, machine.name, *_cells(Model.published(size), trained, machine))
                 yield f"| {' | '.join(cells)} |"
 
 
-def _cells(planned: PlannedModel, trained: str, machine: Machine) -> tuple[str, ...]:
-    settings, split = load_for_gpus(ROOT / f"configs/{machine.config}.yaml", machine.gpus)
+def _cells(model: Model, trained: str, machine: Machine) -> tuple[str, ...]:
+    settings, gpus = load_for_gpus(ROOT / f"configs/{machine.config}.yaml", machine.gpus)
     if trained != "all weights":
         settings = change_setting(settings, "model.adapter", Adapter(rank=RANK, alpha=2 * RANK))
-    planner = Planner(planned, SampleSize(), split, machine.memory * GIB)
-    plan = planner.plan(settings)
-    assert plan.engine is not None
-    largest = max(use.total for use in plan.uses)
-    errors = [finding for finding in plan.findings if finding.severity == "error"]
-    fix = errors[0].fix.split("; or ")[0] if errors else ""
-    sizes = (planner.learner(settings).bytes, plan.engine.least_bytes, largest)
-    return (*(f"{size / GIB:.1f}" for size in sizes), f"**{plan.verdict}**", _as_code(fix))
-
-
-def _as_code(fix: str) -> str:
-    """Return a suggestion with its settings as code."""
-    return re.sub(r"(set | and )([\w.]+: (?:\{.*?\}|\S+))", r"\1`\2`", fix)
+    sample = SampleSize()
+    uses, findings = plan_memory(settings, model, sample, gpus, machine.memory * GIB)
+    row = RowSize.from_settings(settings, sample, model.shape)
+    learner = total_bytes(Learner(settings, model, row, len(gpus[1])).parts())
+    engine = total_bytes(engine_parts(settings, model))
+    sizes = (learner, engine, max(use.total for use in uses))
+    fits = all(finding.severity != "error" for finding in findings)
+    return (*(f"{bytes / GIB:.1f}" for bytes in sizes), "**fits**" if fits else "**does not fit**")
 
 
 if __name__ == "__main__":

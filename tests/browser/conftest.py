@@ -81,7 +81,8 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         page.set_default_timeout(5000)
         events.listen(page)
         page.goto(path.as_uri() + address)
-        assert page.evaluate("performance.getEntriesByName('ready').length") == 1
+        ready = "performance.getEntriesByName('ready').length === 1"
+        assert page.evaluate(f"!document.querySelector('script') || {ready}")
         return page
 
     yield open_file

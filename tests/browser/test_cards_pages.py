@@ -120,18 +120,6 @@ def test_the_worst_images_can_be_filtered_and_ordered(open_page: Open, tmp_path:
     expect(page.locator("#nothing")).to_be_visible()
 
 
-def test_a_kind_of_outline_can_be_hidden_with_its_names(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(EvaluationPage(tmp_path))
-    page.locator("[data-kind=extra]").uncheck()
-    expect(page.locator(".card .shape.extra").first).to_be_hidden()
-    expect(page.locator(".card .tag.extra").first).to_be_hidden()
-    expect(page.locator(".card .shape.missed").first).to_be_visible()
-    expect(page.locator(".card .tag.wrong-name")).to_have_text("bird → dog")
-    page.locator("[data-kind=wrong-name]").uncheck()
-    expect(page.locator(".card .shape.wrong-name")).to_be_hidden()
-    expect(page.locator(".card .tag.wrong-name")).to_be_hidden()
-
-
 @pytest.mark.parametrize("make", [RecordsPage, EvaluationPage])
 @pytest.mark.parametrize("viewport", [{"width": 1400, "height": 900}, {"width": 390, "height": 800}])
 def test_an_image_is_enlarged_with_its_shapes_by_a_click_or_a_key_and_closed_again(

@@ -37,13 +37,6 @@ def focus_attribute(page: Page, name: str) -> str | None:
 # Highlighting
 
 
-def test_an_added_token_highlights_its_missed_object(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator('#strip .token.desc[data-owner="-6"]').first.hover()
-    assert lit_shapes(page) == {("-6", "missed")}
-    assert page.locator(".object.lit .desc").all_inner_texts() == ["bottle of water"]
-
-
 def test_a_shape_highlights_its_tokens_and_its_row(open_page: Open) -> None:
     page = open_page(demo_book(), "#99.0.12")
     page.locator('#stage .shape.missed[data-owner="-4"] polygon >> nth=1').hover()
@@ -71,18 +64,6 @@ def test_a_hidden_kind_of_shape_is_not_drawn(open_page: Open) -> None:
 
 
 # Navigation
-
-
-def test_next_and_previous_switch_the_sample(open_page: Open) -> None:
-    page = open_page(demo_book())
-    assert (position(page), sample_id(page)) == ("1 of 7", "0.0.12")
-    expect(page.locator("#back")).to_be_disabled()
-    page.locator("#on").click()
-    assert (position(page), sample_id(page)) == ("2 of 7", "49.0.12")
-    expect(page.locator("#name")).to_contain_text("Step 50")
-    assert page.locator("#stage .shape.matched").count() == 1
-    page.locator("#back").click()
-    assert sample_id(page) == "0.0.12"
 
 
 @pytest.mark.parametrize(
@@ -261,14 +242,6 @@ def test_a_target_between_two_bins_is_shown_exactly(open_page: Open) -> None:
     assert numbers(page)["target"] == "99.5"
     assert numbers(page)["probability of the target bin"] == "30.0 %"  # half-way it is the upper one
     assert numbers(page)["in the chart (bins under 0.05 % are not stored)"] == "40.0 %"
-
-
-def test_a_missing_image_has_a_remark_and_keeps_its_shapes(open_page: Open) -> None:
-    book = Book()
-    book.add("0.0.1", [TrueShape("cup", (100, 100, 400, 400))], [])
-    page = open_page(book)
-    expect(page.locator("#remark")).to_have_text("image not shown: No such file")
-    assert page.locator("#stage .shape.missed").count() == 1
 
 
 def test_an_address_that_is_not_on_the_page_is_reported(open_page: Open) -> None:

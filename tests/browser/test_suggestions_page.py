@@ -93,16 +93,6 @@ def test_the_saved_file_has_all_decisions_and_is_read_by_the_command(open_page: 
     assert read_decisions(file, read_suggestions(source.suggestions)) == {1: "accept", 2: "reject", 4: "accept"}
 
 
-def test_decisions_stay_when_the_page_is_opened_again(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(SuggestionsPage(tmp_path))
-    press(page, "a", "r")
-    expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
-    page.reload()
-    expect(page.locator("#counts")).to_have_text("2 of 6 decided: 1 accepted, 1 rejected")
-    expect(page.locator("#number")).to_have_text("3 of 6")
-    expect(page.locator("#where")).to_have_text("1 of 4")
-
-
 def test_decisions_can_be_loaded_from_a_file_of_the_same_suggestions(open_page: Open, tmp_path: Path) -> None:
     page = open_page(SuggestionsPage(tmp_path))
     press(page, "a", "r")

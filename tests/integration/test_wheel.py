@@ -26,7 +26,9 @@ def test_a_wheel_installs_into_an_empty_environment_and_checks_configs_there(tmp
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert all(name.startswith("coordexp") for name in names)
-    assert {"coordexp/py.typed", "coordexp/pages/assets/page.css"} <= set(names)
+    assert {"coordexp/py.typed", "coordexp/pages/assets/page.css", "coordexp/pages/templates/page.html"} <= set(
+        names
+    )
 
     run(sys.executable, "-m", "venv", "empty")
     run("empty/bin/python", "-m", "pip", "install", "-qq", "-c", str(ROOT / "constraints.txt"), str(wheel))

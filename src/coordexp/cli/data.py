@@ -210,14 +210,16 @@ def view(
     """Write one HTML page with images, shapes and problems. It needs no server and loads nothing."""
     need("PIL", extra="train")
     from coordexp.pages.document import save_page
-    from coordexp.pages.records import read_cards, render_records
+    from coordexp.pages.records import render_records, view_records
 
     need_page(target)
     with progress(f"reading {file}") as notify:
-        cards = list(read_cards(file, limit, problems_only=problems, notify=lambda line: notify(f"line {line:,}")))
+        viewed = list(
+            view_records(file, limit, problems_only=problems, notify=lambda line: notify(f"line {line:,}"))
+        )
         kind = "records with problems" if problems else "records"
-        scope = f"{'the first' if len(cards) == limit else 'all'} {len(cards):,} {kind}"
-        save_page(target, render_records(cards, str(file), scope))
+        scope = f"{'the first' if len(viewed) == limit else 'all'} {len(viewed):,} {kind}"
+        save_page(target, render_records(viewed, str(file), scope))
     out.print(f"wrote {target}: {scope}", markup=False)
 
 

@@ -11,15 +11,26 @@ from rich.text import Text
 from coordexp.cli.check import ConfigOption, SetOption
 from coordexp.cli.console import JsonOption, out, print_findings, print_json
 from coordexp.config import Settings, World, load_settings
+from coordexp.config.rollout import default_tensor_parallel_size
+from coordexp.config.rules import MODE, TENSOR_PARALLEL
 from coordexp.config.settings import Adapter
 from coordexp.errors import UserError
 from coordexp.files import find_model
-from coordexp.launch import fit
-from coordexp.launch.memory import GIB, Item, LearnerMemory
-from coordexp.shapes import PUBLISHED
+from coordexp.launch.memory import (
+    GIB,
+    Gpus,
+    GpuUse,
+    Learner,
+    Model,
+    Rollouts,
+    RowSize,
+    SampleSize,
+    choose_rollouts,
+    plan_memory,
+    total_bytes,
+)
 
 COLOURS = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
-ACTIVATIONS = "activations"
 
 
 def plan(
@@ -47,17 +58,17 @@ def plan(
     lora: Annotated[
         int | None, typer.Option(min=1, help="Plan for a LoRA adapter of this rank instead of the config's.")
     ] = None,
-    pixels: Annotated[int, typer.Option(min=1, help="Pixels of a typical image.")] = fit.SampleSize.pixels,
+    pixels: Annotated[int, typer.Option(min=1, help="Pixels of a typical image.")] = SampleSize.pixels,
     answer_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of a typical answer.")
-    ] = fit.SampleSize.answer_tokens,
+    ] = SampleSize.answer_tokens,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the memory of learners and engines on each GPU, and say whether the run fits.
 
     Servers get the first GPUs and learners the others. These are formulas:
-    they were compared with small models on a CPU, and not measured on GPUs
-    (docs/scale.md).
+    they were compared with PyTorch's own accounting on a CPU, and not measured
+    on GPUs (docs/scale.md).
 
     Exits 0 if the run fits, 1 if it does not, and 2 if the config is wrong.
     """
@@ -65,25 +76,49 @@ def plan(
         raise UserError("--model and --size both name a model", "leave one of the two out")
     settings, split = load_for_gpus(config, gpus, server_gpus, rollouts, overrides or ())
     if lora is not None:
-        settings = fit.change_setting(settings, "model.adapter", Adapter(rank=lora, alpha=2 * lora))
-    folder = Path() if size else find_model(model or settings.model.path)
-    if size is None and not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder} has no config.json",
-            "give a checkpoint folder (--model), or the size of a published model (--size 4b)",
-        )
-    planned = (
-        fit.PlannedModel.from_folder(folder)
-        if size is None
-        else fit.PlannedModel.from_shape(f"Qwen3-VL-{size.upper()}", PUBLISHED[size].with_coordinate_tokens())
-    )
-    planner = fit.Planner(planned, fit.SampleSize(pixels, answer_tokens), split, memory * GIB)
-    result = planner.plan(settings)
-    if as_json:
-        print_json(str(config), result.findings, _describe(result, planner, settings))
+        settings = change_setting(settings, "model.adapter", Adapter(rank=lora, alpha=2 * lora))
+    if size is not None:
+        name, planned = f"Qwen3-VL-{size.upper()}", Model.published(size)
     else:
-        _print(result, planner, settings)
-    if result.verdict == "does not fit":
+        folder = find_model(model or settings.model.path)
+        if not (folder / "config.json").is_file():
+            fix = "give a checkpoint folder (--model), or the size of a published model (--size 4b)"
+            raise UserError(f"{folder} has no config.json", fix)
+        name, planned = str(folder), Model.from_folder(folder)
+    sample = SampleSize(pixels, answer_tokens)
+    uses, findings = plan_memory(settings, planned, sample, split, memory * GIB)
+    verdict = max((use.verdict for use in uses), key=list(COLOURS).index)
+    if any(finding.severity == "error" for finding in findings):  # also an engine that has too small a share
+        verdict = "does not fit"
+    row = RowSize.from_settings(settings, sample, planned.shape)
+    activations = {
+        f"{'with' if value else 'without'} gradient checkpointing": Learner(
+            change_setting(settings, "training.gradient_checkpointing", value), planned, row, len(split[1])
+        ).activation_bytes()
+        for value in (True, False)
+    }
+    if as_json:
+        details = {
+            "verdict": verdict,
+            "model": name,
+            "rollouts": choose_rollouts(settings),
+            "gpus": [_describe(use) for use in uses],
+            "activations": {kind: round(bytes) for kind, bytes in activations.items()},
+        }
+        print_json(str(config), findings, details)
+    else:
+        adapter, freeze = settings.model.adapter, settings.model.freeze
+        trained = "all weights" if adapter is None else f"LoRA of rank {adapter.rank}"
+        trained += f" without {' and '.join(freeze)}" if freeze else ""
+        sizes = f"{row.tokens:,} tokens, {row.image_tokens:,} of them of images and {row.supervised:,} supervised"
+        out.print(Text(f"{name}, {trained}: rows of {sizes}"))
+        for use in uses:
+            out.print(_table(use))
+        for kind, bytes in activations.items():
+            out.print(Text(f"activations {kind}: {bytes / GIB:.1f} GiB", style="dim"))
+        print_findings(findings, out)
+        out.print(Text(verdict, style=COLOURS[verdict]))
+    if verdict == "does not fit":
         raise typer.Exit(1)
 
 
@@ -91,94 +126,77 @@ def load_for_gpus(
     config: Path,
     gpus: int,
     server_gpus: int | None = None,
-    rollouts: fit.Rollouts | None = None,
+    rollouts: Rollouts | None = None,
     overrides: Sequence[str] = (),
-) -> tuple[Settings, fit.GpuSplit]:
-    """Return the settings of a config for this many GPUs, and which of them have servers. Some settings follow
-    from the number of learners, so the config is loaded again once that is known."""
-    settings = load_settings(config, World(), overrides).settings
-    settings = fit.with_rollouts(settings, rollouts) if rollouts else settings
-    split = fit.split_gpus(settings, gpus, server_gpus)
-    settings = load_settings(config, World(len(split.learners)), overrides).settings
-    settings = fit.with_rollouts(settings, rollouts) if rollouts else settings
-    return fit.with_engine_size(settings, len(split.learners)), split
+) -> tuple[Settings, Gpus]:
+    """Return the settings of a config for this many GPUs, and which of these have servers and which learners. The
+    servers come first, as in `coordexp launch`. Raise UserError if no GPU is left for a learner.
+
+    Some settings follow from the number of learners, so the config is loaded again once that is known."""
+    settings = _with_rollouts(load_settings(config, World(), overrides).settings, rollouts)
+    if choose_rollouts(settings) == "server":
+        vllm = settings.rollout_matching.vllm
+        count = server_gpus or max(1, len(vllm.server.servers)) * vllm.devices_per_server
+        if count >= gpus:
+            raise UserError(
+                f"{count} of {gpus} GPUs are for rollout servers, so no GPU is left for a learner",
+                "give more GPUs (--gpus), or say how many the servers get (--server-gpus)",
+            )
+    elif server_gpus is not None:
+        raise UserError(f"--server-gpus {server_gpus}: there are no servers", "add --rollouts server")
+    else:
+        count = 0
+    settings = _with_rollouts(load_settings(config, World(gpus - count), overrides).settings, rollouts)
+    if settings.rollout_matching.vllm.tensor_parallel_size is None:
+        size = default_tensor_parallel_size(gpus - count) if choose_rollouts(settings) == "colocate" else 1
+        settings = change_setting(settings, TENSOR_PARALLEL, size)
+    return settings, (tuple(range(count)), tuple(range(count, gpus)))
 
 
-def _print(result: fit.MemoryPlan, planner: fit.Planner, settings: Settings) -> None:
-    row = fit.row_size(settings, planner.sample, planner.model.shape)
-    trained = "all weights" if settings.model.adapter is None else f"LoRA of rank {settings.model.adapter.rank}"
-    trained += f" without {' and '.join(settings.model.freeze)}" if settings.model.freeze else ""
-    out.print(
-        Text(
-            f"{planner.model.name}, {trained}: rows of {row.tokens:,} tokens, {row.image_tokens:,} of them of "
-            f"images and {row.supervised:,} supervised"
-        )
+def _with_rollouts(settings: Settings, rollouts: Rollouts | None) -> Settings:
+    """Return settings that make rollouts in this way. The number of GPUs per engine is chosen anew."""
+    if rollouts in (None, choose_rollouts(settings)):
+        return settings
+    if not settings.uses_rollouts:
+        raise UserError(f"{settings.custom.trainer_variant} makes no rollouts", "leave --rollouts out")
+    settings = change_setting(settings, "rollout_matching.rollout_backend", "hf" if rollouts == "hf" else "vllm")
+    settings = change_setting(settings, TENSOR_PARALLEL, None)
+    return settings if rollouts == "hf" else change_setting(settings, MODE, rollouts)
+
+
+def change_setting(section: Any, path: str, value: Any) -> Any:
+    """Return settings with another value at a path such as `training.packing`. Rules are not checked."""
+    name, _, rest = path.partition(".")
+    return section.model_copy(
+        update={name: change_setting(getattr(section, name), rest, value) if rest else value}
     )
-    for use in result.uses:
-        out.print(_table(use))
-    for checkpointing, bytes in _activations(planner, settings).items():
-        out.print(Text(f"activations {checkpointing}: {bytes / GIB:.1f} GiB", style="dim"))
-    print_findings(result.findings, out)
-    out.print(Text(result.verdict, style=COLOURS[result.verdict]))
 
 
-def _table(use: fit.GpuUse) -> Table:
-    table = Table(title=f"{use.role}, {fit.describe_gpus(use.gpus)}", title_justify="left", title_style="bold")
+def _table(use: GpuUse) -> Table:
+    table = Table(title=use.place, title_justify="left", title_style="bold")
     table.add_column("part", no_wrap=True)
     table.add_column("GiB", justify="right")
-    for name, items in use.sections:
-        table.add_row(Text(name, style="bold"), _gib(sum(item.bytes for item in items)))
-        for item in items:
-            table.add_row(f"  {item.name}", _gib(item.bytes))
+    for process, parts in use.processes.items():
+        table.add_row(Text(process, style="bold"), f"{total_bytes(parts) / GIB:.2f}")
+        for name, bytes in parts.items():
+            table.add_row(f"  {name}", f"{bytes / GIB:.2f}")
     if use.reserve:
-        table.add_row(Text("reserve for fragmentation", style="bold"), _gib(use.reserve))
-    table.add_row(Text(f"total of {use.memory / GIB:g} GiB", style="bold"), _gib(use.total), end_section=True)
+        table.add_row(Text("reserve for fragmentation", style="bold"), f"{use.reserve / GIB:.2f}")
+    table.add_row(Text(f"total of {use.memory / GIB:g} GiB", style="bold"), f"{use.total / GIB:.2f}")
     return table
 
 
-def _activations(planner: fit.Planner, settings: Settings) -> dict[str, float]:
-    """Return the activations of a row with and without gradient checkpointing, at the peak of each."""
-    return {
-        f"{'with' if value else 'without'} gradient checkpointing": _activation_bytes(
-            planner.learner(fit.change_setting(settings, "training.gradient_checkpointing", value))
-        )
-        for value in (True, False)
+def _describe(use: GpuUse) -> dict[str, Any]:
+    """Return the use of GPUs for `--json`. All sizes are in bytes."""
+    processes = {
+        process: {name: round(bytes) for name, bytes in parts.items()} for process, parts in use.processes.items()
     }
-
-
-def _activation_bytes(learner: LearnerMemory) -> float:
-    """Return the bytes of activations, at the moment of training at which they are the most."""
-    return max(
-        sum(item.bytes for item in moment.items if item.name.startswith((ACTIVATIONS, "backward pass")))
-        for moment in learner.moments
-    )
-
-
-def _gib(bytes: float) -> str:
-    return f"{bytes / GIB:.2f}"
-
-
-def _describe(result: fit.MemoryPlan, planner: fit.Planner, settings: Settings) -> dict[str, Any]:
-    """Return the plan for `--json`. All sizes are in bytes."""
     return {
-        "verdict": result.verdict,
-        "model": planner.model.name,
-        "rollouts": fit.choose_rollouts(settings),
-        "gpus": [
-            {
-                "role": use.role,
-                "gpus": list(use.gpus),
-                "verdict": use.verdict,
-                "memory": round(use.memory),
-                "total": round(use.total),
-                "reserve": round(use.reserve),
-                "parts": {name: _to_json(items) for name, items in use.sections},
-            }
-            for use in result.uses
-        ],
-        "activations": {name: round(bytes) for name, bytes in _activations(planner, settings).items()},
+        "role": use.role,
+        "gpus": list(use.gpus),
+        "verdict": use.verdict,
+        "memory": round(use.memory),
+        "total": round(use.total),
+        "reserve": round(use.reserve),
+        "parts": processes,
     }
-
-
-def _to_json(items: Sequence[Item]) -> dict[str, int]:
-    return {item.name: round(item.bytes) for item in items}

@@ -66,7 +66,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Make a page of curves, times, settings and notes; for several runs, also paired intervals of differences.
+    """Make a page of curves, times and notes; for several runs, also settings that differ and paired intervals.
 
     Runs that differ only in seeds and names are one group: lines are means, bands lowest to highest.
     """
@@ -160,7 +160,7 @@ def _print_comparison(result: "ComparisonResult") -> None:
 def _make_table(comparison: "GroupComparison", images: int) -> Table:
     """A row is bold if it has intervals and none of them contains 0."""
     from coordexp.pages.comparison import describe_interval
-    from coordexp.pages.report_charts import EVALUATED
+    from coordexp.pages.report import EVALUATED
 
     by_name = {row.name: row for row in comparison.rows}
     rows = [by_name[name] for name in SHOWN if name in by_name]

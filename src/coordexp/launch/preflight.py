@@ -1,8 +1,8 @@
 """Check the machine before anything is started: files, model, data, ports, GPUs, memory.
 
-Memory is estimated with the formulas of `launch.memory`, which `coordexp plan` uses too. What does not depend on
-the size of rows and images is a lower bound: if it does not fit, that is an error. If only the whole estimate does
-not fit, that is a warning.
+Memory is estimated with the formulas of `launch.memory`, as in `coordexp plan`. What does not depend on the size
+of rows and images is a lower bound: if it does not fit, that is an error. If only the whole estimate does not fit,
+that is a warning.
 """
 
 import os
@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -22,19 +22,26 @@ from coordexp.config.rules import SERVERS, trains_chat, uses_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
 from coordexp.files import MODEL_PATHS, find_data_files
-from coordexp.launch.fit import SampleSize, limit_pixels, row_size
 from coordexp.launch.memory import (
+    CACHE,
+    CONTEXT,
     CONTEXT_BYTES,
+    ENGINE_FIX,
+    LEARNER_FIX,
     RESERVE,
-    EngineLoad,
-    LearnerSetup,
-    engine_memory,
+    UTILIZATION,
+    WEIGHTS,
+    Learner,
+    Model,
+    RowSize,
+    SampleSize,
+    engine_parts,
     format_bytes,
-    learner_memory,
+    total_bytes,
 )
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
 from coordexp.rollout import check_vllm
-from coordexp.shapes import KNOWN_MODEL, ModelShape, WeightShapes, read_shape, read_weights
+from coordexp.shapes import KNOWN_MODEL
 
 FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -100,9 +107,8 @@ def settings_problems(settings: Settings, options: LaunchOptions) -> list[Findin
     folders = {folder.resolve() for folder in (*map(Path, options.images), *data_folders)}
     for setting, named in files.items():
         for file in named:
-            findings += _data_problems(setting, file, folders, trains_chat(settings))
-            if is_native and setting in settings.custom.train_sets:
-                findings += _polygon_problems(setting, file)
+            takes_polygons = not is_native or setting not in settings.custom.train_sets
+            findings += _data_problems(setting, file, folders, trains_chat(settings), takes_polygons)
     return findings
 
 
@@ -116,9 +122,16 @@ def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Findin
         url = urlsplit(server.base_url)
         ports = {"base_url": url.port or 80, "group_port": server.group_port}
         for key, port in ports.items():
-            if reason := _why_unusable("::1" if url.hostname == "::1" else "", port):
-                fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or use another port"
-                yield Finding("error", f"{SERVERS}[{index}].{key}", f"port {port}: {reason}", fix)
+            address = "::1" if url.hostname == "::1" else ""
+            with socket.socket(socket.AF_INET6 if address else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections may wait there
+                try:
+                    probe.bind((address, port))
+                    probe.listen()
+                except OSError as error:
+                    problem = f"port {port}: {os.strerror(error.errno or 0).lower()}"
+                    fix = f"end the program that listens there (ss -ltnp 'sport = :{port}'), or use another port"
+                    yield Finding("error", f"{SERVERS}[{index}].{key}", problem, fix)
 
 
 def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> Iterator[Finding]:
@@ -145,7 +158,11 @@ def memory_problems(
         return [], [Finding("error", "model.path", error.problem, error.fix)]
     if devices is not None:
         return needs, list(gpu_memory_problems(plan, settings, needs, devices))
-    return needs, list(machine_memory_problems(plan, settings, needs, _machine_memory()))
+    import psutil
+
+    memory = psutil.virtual_memory()
+    machine = DeviceMemory(memory.total, memory.available)
+    return needs, list(machine_memory_problems(plan, settings, needs, machine))
 
 
 def find_gpus() -> dict[int, DeviceMemory]:
@@ -182,69 +199,42 @@ def _collecting(findings: list[Finding], subject: str, fix: str = "") -> Iterato
         findings.append(Finding("error", subject, str(error), fix))
 
 
-def _data_problems(setting: str, path: Path, folders: Collection[Path], has_chat_loss: bool) -> list[Finding]:
-    from coordexp.data import find_wrong_kind, read_any_records
+def _data_problems(
+    setting: str, path: Path, folders: Collection[Path], has_chat_loss: bool, takes_polygons: bool
+) -> list[Finding]:
+    """Return the problems of the first records: their kind, polygons that native answers cannot express, images
+    that do not exist, and an image that is in none of the folders that servers may read."""
+    from coordexp.data import Record, find_wrong_kind, read_any_records
 
     findings: list[Finding] = []
+
+    def report(problem: str, fix: str) -> None:
+        findings.append(Finding("error", setting, f"{path}{problem}", fix))
+
     with _collecting(findings, setting, f"run `coordexp data doctor {path}`"):
-        records = [record for _, record in islice(read_any_records(path), FIRST)]
-        if not records:
-            fix = "write one JSON object per line (see `coordexp data import`)"
-            findings.append(Finding("error", setting, f"{path} has no records", fix))
-        if wrong := find_wrong_kind(setting, records, has_chat_loss):
-            findings.append(Finding("error", setting, f"{path}: {wrong[0]}", wrong[1]))
-        images = [record.image for record in records if record.image is not None]
-        findings += _image_problems(setting, path, images, folders)
+        lines = list(islice(read_any_records(path), FIRST))
+        if not lines:
+            report(" has no records", "write one JSON object per line (see `coordexp data import`)")
+        if wrong := find_wrong_kind(setting, [record for _, record in lines], has_chat_loss):
+            report(f": {wrong[0]}", wrong[1])
+        images = [record.image for _, record in lines if record.image is not None]
+        missing = [image for image in images if not (path.parent / image).is_file()]
+        if missing:
+            more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
+            report(f": {missing[0]} does not exist{more}", "image paths are relative to the folder of the file")
+        targets = [(image, (path.parent / image).resolve()) for image in images]
+        hidden = [pair for pair in targets if not any(map(pair[1].is_relative_to, folders))]
+        for image, target in hidden[:1]:
+            report(f": {image} is {target}, which servers may not read", f"add --images {target.parent}")
+        polygons = [
+            line
+            for line, record in lines
+            if isinstance(record, Record) and any(item.kind == "poly" for item in record.objects)
+        ]
+        if polygons and not takes_polygons:
+            fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
+            report(f":{polygons[0]} has a polygon, and native answers only boxes", fix)
     return findings
-
-
-def _polygon_problems(setting: str, path: Path) -> Iterator[Finding]:
-    """Yield a finding if one of the first records has a polygon, which native answers cannot express."""
-    from coordexp.data import read_records
-
-    with suppress(UserError, OSError):  # `_data_problems` reports a file that cannot be read
-        for line, record in islice(read_records(path), FIRST):
-            if any(item.kind == "poly" for item in record.objects):
-                fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
-                yield Finding("error", setting, f"{path}:{line} has a polygon, and native answers only boxes", fix)
-                return
-
-
-def _image_problems(
-    setting: str, path: Path, images: Sequence[str], folders: Collection[Path]
-) -> Iterator[Finding]:
-    """Yield a finding for images that do not exist, and one for an image that is in none of the folders that
-    servers may read."""
-    missing = [image for image in images if not (path.parent / image).is_file()]
-    if missing:
-        more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
-        fix = "image paths are relative to the folder of the file"
-        yield Finding("error", setting, f"{path}: {missing[0]} does not exist{more}", fix)
-    for image in images:
-        target = (path.parent / image).resolve()
-        if not any(target.is_relative_to(folder) for folder in folders):
-            problem = f"{path}: {image} is {target}, which servers may not read"
-            yield Finding("error", setting, problem, f"add --images {target.parent}")
-            return
-
-
-def _why_unusable(address: str, port: int) -> str | None:
-    """Return why nothing can listen at a port, or None. A port that only waits for old connections is free."""
-    with socket.socket(socket.AF_INET6 if address else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-            probe.listen()
-        except OSError as error:
-            return os.strerror(error.errno or 0).lower()
-    return None
-
-
-def _machine_memory() -> DeviceMemory:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return DeviceMemory(memory.total, memory.available)
 
 
 # Memory
@@ -253,34 +243,18 @@ def _machine_memory() -> DeviceMemory:
 def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryNeed]:
     """Return the need of every part that is started here; nothing for a folder without safetensors files, and for
     a model that the formulas are not for. Raise DataError if a file cannot be read."""
-    weights = read_weights(folder)
-    if not weights or _is_other_model(folder):
+    if not any(folder.glob("*.safetensors")) or read_model_type(folder) != KNOWN_MODEL:
         return []
-    shape = limit_pixels(read_shape(folder), settings)
-    servers = [_server_need(server.name, settings, shape, weights) for server in plan.local_servers]
-    return [*servers, _learner_need(plan, settings, shape, weights)]
-
-
-def _is_other_model(folder: Path) -> bool:
-    with suppress(UserError):  # `read_shape` reports that config.json cannot be read
-        return bool(read_model_type(folder) != KNOWN_MODEL)
-    return False
-
-
-def _server_need(name: str, settings: Settings, shape: ModelShape, weights: WeightShapes) -> MemoryNeed:
-    load = EngineLoad.from_settings(settings, SampleSize().image_tokens(shape))
-    engine = engine_memory(shape, weights, load)
-    own, sequence = engine.items[0].bytes, engine.longest_bytes
-    purpose = f"weights {format_bytes(own)}, one longest sequence {format_bytes(sequence)}"
-    return MemoryNeed(name, own + sequence, purpose, engine.least_bytes - CONTEXT_BYTES)
-
-
-def _learner_need(plan: Plan, settings: Settings, shape: ModelShape, weights: WeightShapes) -> MemoryNeed:
-    setup = LearnerSetup.from_settings(settings, weights, plan.learners)
-    learner = learner_memory(shape, weights, setup, row_size(settings, SampleSize(), shape))
-    parts = (*learner.kept, learner.gradients)
-    purpose = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in parts)
-    return MemoryNeed(plan.learner.name, learner.least_bytes, purpose, learner.bytes)
+    model, sample = Model.from_folder(folder), SampleSize()
+    engine = engine_parts(settings, model)
+    least = {name: engine[name] for name in (WEIGHTS, CACHE)}
+    words = f"weights {format_bytes(engine[WEIGHTS])}, one longest sequence {format_bytes(engine[CACHE])}"
+    likely = total_bytes(engine) - engine[CONTEXT]
+    needs = [MemoryNeed(server.name, total_bytes(least), words, likely) for server in plan.local_servers]
+    learner = Learner(settings, model, RowSize.from_settings(settings, sample, model.shape), plan.learners)
+    words = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in learner.least().items())
+    likely = total_bytes(learner.parts())
+    return [*needs, MemoryNeed(plan.learner.name, total_bytes(learner.least()), words, likely)]
 
 
 def gpu_memory_problems(
@@ -290,27 +264,27 @@ def gpu_memory_problems(
     share = settings.rollout_matching.vllm.gpu_memory_utilization
     gpus = {part.name: part.gpus for part in (plan.learner, *(s.part for s in plan.local_servers if s.part))}
     for need in needs:
-        for gpu in gpus[need.part]:
-            if gpu not in devices:
-                continue
-            device, learner = devices[gpu], need.part == plan.learner.name
-            limit = device.free if learner else device.total * share
-            if not learner and limit > device.free:
-                yield Finding(
-                    "error",
-                    "--server-gpus",
+        is_learner = need.part == plan.learner.name
+        option, fix = ("--train-gpus", LEARNER_FIX) if is_learner else ("--server-gpus", ENGINE_FIX)
+        for gpu in [gpu for gpu in gpus[need.part] if gpu in devices]:
+            device = devices[gpu]
+            limit = device.free if is_learner else device.total * share
+            available = f"GPU {gpu} has {format_bytes(limit)} for it"
+            likely = need.likely + CONTEXT_BYTES + (RESERVE * device.total if is_learner else 0)
+            if limit > device.free:
+                problem = (
                     f"GPU {gpu} has {format_bytes(device.free)} free of {format_bytes(device.total)}, and "
-                    f"{need.part} takes a share of {share:g} ({format_bytes(limit)})",
-                    "end the other programs on that GPU, or lower rollout_matching.vllm.gpu_memory_utilization",
+                    f"{need.part} takes a share of {share:g} ({format_bytes(limit)})"
+                )
+                yield Finding(
+                    "error", option, problem, f"end the other programs on that GPU, or lower {UTILIZATION}"
                 )
             elif need.bytes > limit:
-                yield _too_much(need, f"GPU {gpu} has {format_bytes(limit)} for it", learner)
-            elif (likely := need.likely + CONTEXT_BYTES + (RESERVE * device.total if learner else 0)) > limit:
-                available = f"GPU {gpu} has {format_bytes(limit)} for it"
+                yield Finding("error", option, f"{need}, and {available}", fix)
+            elif likely > limit:
                 problem = f"{need.part} is likely to need {format_bytes(likely)}, and {available}"
-                option = "--train-gpus" if learner else "--server-gpus"
-                fix = "run `coordexp plan` with this config, which shows every part and what to change"
-                yield Finding("warning", option, problem, fix)
+                show = "run `coordexp plan` with this config, which shows every part"
+                yield Finding("warning", option, problem, show)
 
 
 def machine_memory_problems(
@@ -319,37 +293,24 @@ def machine_memory_problems(
     """Yield the problems on the CPU, where all parts share the memory of the machine."""
     processes = {server.name: server.world_size or 1 for server in plan.local_servers} | {"learner": plan.learners}
     by_part = {need.part: need.bytes * processes[need.part] for need in needs}
-    if not by_part:
-        return
-    if sum(by_part.values()) > machine.free:
+    share, workers = settings.rollout_matching.vllm.gpu_memory_utilization, sum(processes.values()) - plan.learners
+    least = sum(by_part.values())
+    reserved = share * machine.total * workers + by_part.get("learner", 0)
+    if least > machine.free:
         parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
         yield Finding(
             "error",
             "model.path",
-            f"the parts need at least {format_bytes(sum(by_part.values()))} ({parts}), and the machine "
-            f"has {format_bytes(machine.free)} available",
+            f"the parts need at least {format_bytes(least)} ({parts}), and the machine has "
+            f"{format_bytes(machine.free)} available",
             "start fewer servers or learners, use a smaller model, or end other programs",
         )
-        return
-    share = settings.rollout_matching.vllm.gpu_memory_utilization
-    workers = sum(server.world_size or 1 for server in plan.local_servers)
-    reserved = share * machine.total * workers + by_part["learner"]
-    if reserved > machine.free:
+    elif by_part and reserved > machine.free:
         yield Finding(
             "warning",
-            "rollout_matching.vllm.gpu_memory_utilization",
+            UTILIZATION,
             f"each of {workers} workers of the servers may take a share of {share:g} of the machine's "
             f"{format_bytes(machine.total)}; with the learners this is {format_bytes(reserved)}, and "
             f"{format_bytes(machine.free)} are available",
-            "lower rollout_matching.vllm.gpu_memory_utilization if a server does not start",
+            f"lower {UTILIZATION} if a server does not start",
         )
-
-
-def _too_much(need: MemoryNeed, available: str, learner: bool) -> Finding:
-    fix = (
-        "train an adapter (model.adapter), shard it (training.fsdp), or use a larger GPU"
-        if learner
-        else "raise vllm.gpu_memory_utilization, give each server more GPUs (vllm.tensor_parallel_size), or lower "
-        "vllm.max_model_len"
-    )
-    return Finding("error", "--train-gpus" if learner else "--server-gpus", f"{need}, and {available}", fix)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from coordexp.errors import DataError
 from coordexp.pages.curves import Floats
-from coordexp.pages.run_folder import MANIFEST, DataFile, LoggedRun, Run, RunGroup
+from coordexp.pages.run_folder import MANIFEST, DataFile, Run, RunGroup
 
 if TYPE_CHECKING:
     from coordexp.evaluate.predictions import Predictions, Truth
@@ -105,14 +105,14 @@ def compare_groups(
     from coordexp.data import open_data
     from coordexp.evaluate import count_by_image, read_truth
 
-    steps = {group.letter: tuple(choose_step(run.run, step) for run in group.runs) for group in groups}
+    steps = {group.letter: tuple(choose_step(run, step) for run in group.runs) for group in groups}
     truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
     counts: dict[str, list[RunCounts]] = {}
     evaluated: dict[int, str] | None = None  # the images that the first run was evaluated on
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
             notify(f"{run.name}, step {at}")
-            predictions = _read_predictions(run.run, at, truth)
+            predictions = _read_predictions(run, at, truth)
             answered = {answer.image_id: run.name for answer in predictions.answers}
             evaluated = evaluated or answered
             if answered.keys() != evaluated.keys():
@@ -152,8 +152,8 @@ def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:
         return "there is only one group of runs"
     runs = [run for group in groups for run in group.runs]
     for run in runs:
-        if not find_evaluated_steps(run.run):
-            return f"{run.name} has no evaluation in {run.run.folder / 'evaluations'}"
+        if not find_evaluated_steps(run):
+            return f"{run.name} has no evaluation in {run.folder / 'evaluations'}"
     files = {(file := _find_val_data(run)).sha256: (run.name, file) for run in runs}
     if len(files) > 1:
         words = "; ".join(
@@ -182,7 +182,7 @@ def choose_step(run: Run, step: int | None) -> int:
     return step
 
 
-def find_held_out_files(logged: LoggedRun, given: Path | None) -> list[Path]:
+def find_held_out_files(logged: Run, given: Path | None) -> list[Path]:
     """Return the files that the run was evaluated on: `given`, or those that `run.json` names, relative to here or
     to where the run was started. Raise DataError if the hash of a file differs from that in `run.json`."""
     expected = _find_val_data(logged)
@@ -195,9 +195,9 @@ def find_held_out_files(logged: LoggedRun, given: Path | None) -> list[Path]:
     return [_find_held_out_file(logged, data, given) for data in expected.files or [expected]]
 
 
-def _find_held_out_file(logged: LoggedRun, expected: DataFile, given: Path | None) -> Path:
+def _find_held_out_file(logged: Run, expected: DataFile, given: Path | None) -> Path:
     name = Path(expected.file)
-    root = logged.run.start_folder
+    root = logged.start_folder
     candidates = [given] if given else [name, *([root / name] if root else [])]
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
@@ -218,10 +218,10 @@ def _find_held_out_file(logged: LoggedRun, expected: DataFile, given: Path | Non
     return path
 
 
-def _find_val_data(logged: LoggedRun) -> DataFile:
+def _find_val_data(logged: Run) -> DataFile:
     if "val" not in logged.data:
         raise DataError(
-            f"{logged.run.folder / MANIFEST}: names no held-out data, although there are evaluations",
+            f"{logged.folder / MANIFEST}: names no held-out data, although there are evaluations",
             "leave out the comparison with --at none",
         )
     return logged.data["val"]
@@ -239,7 +239,7 @@ def _read_predictions(run: Run, step: int, truth: "Truth") -> "Predictions":
         raise DataError(f"{path}: {error.problem}", error.fix) from error
 
 
-def _value_at(run: LoggedRun, metric: str, step: int) -> float | None:
+def _value_at(run: Run, metric: str, step: int) -> float | None:
     series = run.series(metric)
     values = series.values[series.steps == step]
     return float(values[0]) if len(values) else None
@@ -262,7 +262,7 @@ def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup
 def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
     if len({step for group_steps in steps.values() for step in group_steps}) == 1:
         return []
-    shared = set.intersection(*(set(find_evaluated_steps(run.run)) for group in groups for run in group.runs))
+    shared = set.intersection(*(set(find_evaluated_steps(run)) for group in groups for run in group.runs))
     words = "; ".join(f"{letter} {', '.join(map(str, group_steps))}" for letter, group_steps in steps.items())
     advice = f"--at {max(shared)} compares all at the last step they share" if shared else "they share no step"
     return [f"The last evaluations are of different steps ({words}); {advice}."]

@@ -1,4 +1,4 @@
-"""The numbers that a run logged, the curves of a chart, and the time of a step by phase.
+"""The numbers that a run logged, the curves of a chart, and the time of a run by phase.
 
 A metrics file of any length is read line by line into one `Series` per metric: steps and values. A value that was
 logged as null was not a number. It is kept, as nan. If a step was logged twice, the last value counts.
@@ -32,7 +32,6 @@ MAX_POINTS = 200  # of a line; a chart is not wide enough to show more
 MIN_POINTS = 60  # however many groups share the page
 MAX_POINTS_OF_CHART = 480  # of all lines together
 SMOOTH_FROM = 40  # points; below, a running mean hides more than it shows
-MAX_COLUMNS = 64  # of the chart of phases
 PHASES = {
     "rollout": "the model or the engine answers",
     "sync": "the engine receives the weights, including the canary and freeing memory",
@@ -125,18 +124,6 @@ def divide(numerator: Series, denominator: Series) -> Series:
     return Series(steps[nonzero], numerator.values[left][nonzero] / denominator.values[right][nonzero])
 
 
-def subtract(minuend: Series, subtrahend: Series) -> Series:
-    """Subtract step by step, at the steps that both have."""
-    steps, left, right = np.intersect1d(minuend.steps, subtrahend.steps, assume_unique=True, return_indices=True)
-    return Series(steps, minuend.values[left] - subtrahend.values[right])
-
-
-def steps_per_line(log: Log) -> Steps:
-    """Return how many optimizer steps each line with a loss covers."""
-    steps = log.get("loss", EMPTY).steps
-    return np.diff(steps, prepend=0)
-
-
 @dataclass(frozen=True)
 class StepRanges:
     """The steps `first` to `last`, divided into `count` ranges of equal length. All charts of a page share it."""
@@ -171,6 +158,16 @@ class Curve:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        """The last point that is a number."""
+        return float(self.mean[np.isfinite(self.mean)][-1])
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether every logged value is 0."""
+        return not len(self.broken) and not self.lowest.any() and not self.highest.any()
 
     @classmethod
     def through(cls, steps: Floats, values: Floats) -> "Curve":
@@ -211,16 +208,15 @@ def build_curve(runs: Sequence[Series], ranges: StepRanges) -> Curve | None:
     )
 
 
-def smooth(values: Floats) -> tuple[Floats, int]:
-    """Return a running mean over neighbouring points, and over how many. It has fewer at the ends; gaps stay
-    gaps."""
+def smooth(values: Floats) -> Floats:
+    """Return a running mean over neighbouring points. It has fewer at the ends; gaps stay gaps."""
     width = 2 * (len(values) // 50) + 1
     known = np.isfinite(values)
     window = np.ones(width)
     half = width // 2
     total = np.convolve(np.where(known, values, 0.0), window)[half : half + len(values)]
     count = np.convolve(known.astype(float), window)[half : half + len(values)]
-    return np.where(known, total / np.maximum(count, 1.0), np.nan), width
+    return np.where(known, total / np.maximum(count, 1.0), np.nan)
 
 
 def _summarise(series: Series, ranges: StepRanges) -> tuple[Steps, Floats]:
@@ -246,50 +242,16 @@ def _over_runs(reduce: Callable[..., Floats], values: Floats) -> Floats:
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class PhaseTimes:
-    """`seconds` is [phases, columns], per step. Each column has its mean step in `steps` and lies between two of
-    the `edges`. `shares` are shares of the whole run's time and include `between`. `step` is the mean duration of
-    a step."""
-
-    steps: Floats
-    edges: Floats
-    seconds: Floats
-    shares: dict[str, float]
-    step: float
-
-
-def measure_phases(logs: Sequence[Log], ranges: StepRanges) -> PhaseTimes | None:
-    """Return means over these runs, or None if no step was timed or none took any time."""
-    columns = StepRanges(ranges.first, ranges.last, min(ranges.count, MAX_COLUMNS))
-    tables = [table for log in logs if (table := _mean_by_range(log, columns)) is not None]
-    if not tables:
-        return None
-    used = np.unique(np.concatenate([index for index, _ in tables]))
-    by_run = np.full((len(tables), len(PHASES) + 1, len(used)), np.nan)
-    for k, (index, seconds) in enumerate(tables):
-        by_run[k][:, np.searchsorted(used, index)] = seconds
-    mean = np.nanmean(by_run, axis=0)
-    totals = [total for log in logs if (total := total_by_phase(log)) is not None]
-    whole = {name: sum(total[name] for total in totals) for name in totals[0]}
-    everything = sum(whole.values())
-    if everything <= 0:
-        return None
-    steps = sum(int(log["loss"].steps[-1]) for log in logs if "loss" in log)
-    within = everything - whole["between"]
-    shares = {name: value / everything for name, value in whole.items()}
-    middles = (mean[-1][1:] + mean[-1][:-1]) / 2
-    edges = np.array([ranges.first, *middles, ranges.last], float)
-    return PhaseTimes(mean[-1], edges, mean[:-1], shares, within / max(1, steps))
-
-
 def total_by_phase(log: Log) -> dict[str, float] | None:
-    """Return the seconds of the whole run by phase and `between` steps, or None if no step was timed."""
-    table = _seconds_by_line(log)
-    if table is None:
+    """Return the seconds of the whole run by phase and `between` steps, or None if no step was timed. A line
+    counts as often as it covers steps, and a phase that is absent from a line took no time in it."""
+    steps, whole = log.get("loss", EMPTY).steps, log.get("time/step", EMPTY)
+    if not len(steps) or not len(whole):
         return None
-    weights = steps_per_line(log)
-    seconds = dict(zip(PHASES, (table * weights).sum(axis=1).tolist(), strict=True))
+    weights = np.diff(steps, prepend=0)
+    rows = {name: _align(log.get(f"time/{name}", EMPTY), steps) for name in PHASES if name != "rest"}
+    rows["rest"] = np.maximum(_align(whole, steps) - np.sum([*rows.values()], axis=0), 0.0)
+    seconds = {name: float((row * weights).sum()) for name, row in rows.items()}
     wall = log.get("seconds", EMPTY).last or 0.0
     return seconds | {"between": max(0.0, wall - sum(seconds.values()))}
 
@@ -301,34 +263,9 @@ def share_of_step(log: Log, phase: str) -> float | None:
     return totals[phase] / within if totals and within else None
 
 
-def _seconds_by_line(log: Log) -> Floats | None:
-    """Return [phases, lines]. A phase that is absent from a line took no time."""
-    steps, whole = log.get("loss", EMPTY).steps, log.get("time/step", EMPTY)
-    if not len(steps) or not len(whole):
-        return None
-    rows = [_align(log.get(f"time/{name}", EMPTY), steps) for name in PHASES if name != "rest"]
-    rest = np.maximum(_align(whole, steps) - np.sum(rows, axis=0), 0.0)
-    return np.stack([*rows, rest])
-
-
 def _align(series: Series, steps: Steps) -> Floats:
     """Return the values at these steps, 0 where there is none."""
     values = np.zeros(len(steps))
     _, left, right = np.intersect1d(steps, series.steps, assume_unique=True, return_indices=True)
     values[left] = np.nan_to_num(series.values[right])
     return values
-
-
-def _mean_by_range(log: Log, ranges: StepRanges) -> tuple[Steps, Floats] | None:
-    """Return the indices of the ranges that have values, and [phases and the middle step, ranges]. A line is
-    weighted by the number of steps it covers, so a line of step 0 does not count."""
-    table = _seconds_by_line(log)
-    weights = steps_per_line(log).astype(float)
-    counted = weights > 0
-    if table is None or not counted.any():
-        return None
-    steps, weights = log["loss"].steps[counted], weights[counted]
-    index, first = np.unique(ranges.index(steps), return_index=True)
-    rows = np.concatenate([table[:, counted], steps[None].astype(float)])
-    means = np.add.reduceat(rows * weights, first, axis=1) / np.add.reduceat(weights, first)
-    return index, means

@@ -5,11 +5,10 @@ is open whether there is more to see.
 """
 
 import contextlib
-import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,72 +19,56 @@ from urllib.parse import parse_qs, urlsplit
 from coordexp.dumps import step_files
 from coordexp.errors import DataError
 from coordexp.pages.comparison import reason_not_to_compare
-from coordexp.pages.document import escape_text, render_document, render_header
+from coordexp.pages.document import render_page
 from coordexp.pages.report import find_examples, render_report
 from coordexp.pages.rollouts import dump_folders, make_inspector_page
 from coordexp.pages.run_folder import METRICS, REPORT, group_runs, read_logged_run, read_run
 
 HOST = "127.0.0.1"
 GROWING_FILES = 100  # the latest dump files, which may still grow: an example can wait some steps for its row
-PageMaker = Callable[[str], str]  # from the stamp of the dumps to a page
 
 
 def make_live_pages(folder: Path, samples: int) -> "LivePages":
     """Return the inspector at `/` and the report at `/report`. They link to each other."""
-    makers: dict[str, PageMaker] = {
-        "/": functools.partial(_make_inspector, folder, samples),
-        "/report": functools.partial(_make_report, folder),
-    }
-    return LivePages(folder, makers)
 
+    def make_inspector(stamp: str) -> str:
+        return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
 
-def _make_inspector(folder: Path, samples: int, stamp: str) -> str:
-    return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
+    def make_report(_stamp: str) -> str:
+        groups = group_runs([read_logged_run(folder)])
+        examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
+        return render_report(groups, reason_not_to_compare(groups) or "", examples)
 
-
-def _make_report(folder: Path, _stamp: str) -> str:
-    groups = group_runs([read_logged_run(folder)])
-    examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
-    return render_report(groups, reason_not_to_compare(groups) or "", examples)
+    return LivePages(folder, {"/": make_inspector, "/report": make_report})
 
 
 class LivePages:
-    """The pages by their addresses. One is made at a time: a second reader gets the page that the first waited
-    for."""
+    """The pages by their addresses, with functions that make them from the stamp of the dumps. One is made at a
+    time: a second reader gets the page that the first waited for."""
 
-    def __init__(self, folder: Path, makers: dict[str, PageMaker]) -> None:
+    def __init__(self, folder: Path, makers: Mapping[str, Callable[[str], str]]) -> None:
         self.folder = folder
-        self._makers = makers
+        self.makers = makers
         self._cache: dict[str, tuple[str, str]] = {}  # stamp and page
         self._lock = threading.Lock()
-
-    def __contains__(self, address: str) -> bool:
-        return address in self._makers
 
     def get(self, address: str) -> str:
         with self._lock:
             dump_stamp = compute_dump_stamp(self.folder)
-            stamp = f"{dump_stamp} {compute_stamp([self.folder / METRICS])}"
+            stamp = f"{dump_stamp} {_compute_stamp([self.folder / METRICS])}"
             cached_stamp, page = self._cache.get(address, ("", ""))
             if cached_stamp != stamp:
                 try:
-                    page = self._makers[address](dump_stamp)
+                    page = self.makers[address](dump_stamp)
                 except (DataError, OSError) as error:  # the run has just begun, or is writing a file
-                    return _render_waiting(str(error), [other for other in self._makers if other != address])
+                    others = [other for other in self.makers if other != address]
+                    return render_page("waiting.html", title="coordexp", reason=str(error), others=others)
                 self._cache[address] = stamp, page
             return page
 
     def check_changed(self, since: str) -> dict[str, Any]:
         """Return whether there are other examples than at the stamp `since`, and the last dumped step."""
         return {"changed": compute_dump_stamp(self.folder) != since, "step": last_dumped_step(self.folder)}
-
-
-def _render_waiting(reason: str, others: list[str]) -> str:
-    """Render a page that reloads itself until there is something to show."""
-    links = "".join(f'<p><a href="{escape_text(address)}">{escape_text(address)}</a></p>' for address in others)
-    header = render_header("rollouts", "Nothing to show yet", "This page reloads every few seconds.")
-    body = f'<meta http-equiv="refresh" content="3">{header}<main><pre>{escape_text(reason)}</pre>{links}</main>'
-    return render_document("coordexp", body)
 
 
 def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
@@ -97,13 +80,13 @@ def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
 
         def do_GET(self) -> None:
             address = urlsplit(self.path)
-            if not _is_local(self.headers.get("Host", "")):
-                # Another site could point its own name at this address to read the pages.
+            if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
+                # Another site could point its own name at this address. The port may be another one, forwarded.
                 self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
             elif address.path == "/changed":
                 since = parse_qs(address.query).get("since", [""])[0]
                 self._send("application/json", json.dumps(pages.check_changed(since)))
-            elif address.path in pages:
+            elif address.path in pages.makers:
                 self._send("text/html; charset=utf-8", pages.get(address.path))
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
@@ -127,24 +110,9 @@ def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
     return server
 
 
-def _is_local(host: str) -> bool:
-    """Ignore the port, which is another one if it was forwarded."""
-    return host.partition(":")[0] in (HOST, "localhost")
-
-
 def last_dumped_step(run: Path) -> int:
     """Return the last dumped step, as the log counts; 0 without any."""
     return max((max(step_files(folder), default=-1) for folder in dump_folders(run)), default=-1) + 1
-
-
-def compute_stamp(files: Iterable[Path]) -> str:
-    """Return a text that changes when a file is added or grows. A file that disappears meanwhile is ignored."""
-    stats = []
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            stats.append(file.stat())
-    modified = max((stat.st_mtime_ns for stat in stats), default=0)
-    return f"{len(stats)}-{modified}-{sum(stat.st_size for stat in stats)}"
 
 
 def compute_dump_stamp(run: Path) -> str:
@@ -154,5 +122,15 @@ def compute_dump_stamp(run: Path) -> str:
         names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
         for kind in ("step-", "trained-"):
             files = [name for name in names if name.startswith(kind)]
-            parts.append(f"{len(files)}-{compute_stamp(folder / name for name in files[-GROWING_FILES:])}")
+            parts.append(f"{len(files)}-{_compute_stamp(folder / name for name in files[-GROWING_FILES:])}")
     return " ".join(parts)
+
+
+def _compute_stamp(files: Iterable[Path]) -> str:
+    """Return a text that changes when a file is added or grows. A file that disappears meanwhile is ignored."""
+    stats = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            stats.append(file.stat())
+    modified = max((stat.st_mtime_ns for stat in stats), default=0)
+    return f"{len(stats)}-{modified}-{sum(stat.st_size for stat in stats)}"

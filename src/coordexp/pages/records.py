@@ -1,34 +1,30 @@
-"""The page of a data file: its first records as cards, with their images, shapes and problems.
-
-Without JavaScript the page shows all cards. With it, cards can be filtered by class and by problem, and paged
-through with the arrow keys.
-"""
+"""The page of a data file: its first records as cards, with their images, shapes and problems."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from coordexp.data import AnyRecord, ChatRecord, Record, RecordObject, parse_any_record
+from coordexp.data import AnyRecord, ChatRecord, Record, parse_any_record
 from coordexp.data.doctor import KINDS, Problem, check_chat, check_record, look_at_image
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
-from coordexp.pages.document import (
-    escape_text,
-    render_document,
-    render_header,
-    render_list,
-    render_pager,
-    render_select,
+from coordexp.pages.cards import (
+    Card,
+    Shape,
+    choose_hue,
+    describe_request,
+    draw,
+    make_thumbnail,
+    number_classes,
+    render_cards,
+    ring_of,
 )
-from coordexp.pages.images import choose_hue, format_points, make_thumbnail, render_name, render_stage
-
-MAX_NAMES = 40  # drawn over an image; its list has all of them
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class ViewedRecord:
     """`record` is None if the line is broken. `image` is a data URL, None if there is no image or it cannot be
     read."""
 
@@ -38,10 +34,10 @@ class Card:
     image: str | None
 
 
-def read_cards(
+def view_records(
     path: Path, limit: int, *, problems_only: bool = False, notify: Callable[[int], None] | None = None
-) -> Iterator[Card]:
-    """Yield at most `limit` cards; the rest of the file is not read. Call `notify` with the number of each
+) -> Iterator[ViewedRecord]:
+    """Yield at most `limit` records; the rest of the file is not read. Call `notify` with the number of each
     line."""
     count = 0
     with open_records(path) as file:
@@ -50,143 +46,84 @@ def read_cards(
                 notify(number)
             if not line.strip():
                 continue
-            card = _make_card(path, number, line, problems_only)
-            if card is not None:
-                yield card
+            viewed = _view(path, number, line)
+            if viewed.problems or not problems_only:
+                yield viewed
                 count += 1
             if count == limit:
                 return
 
 
-def _make_card(path: Path, number: int, line: bytes, problems_only: bool) -> Card | None:
+def _view(path: Path, number: int, line: bytes) -> ViewedRecord:
     try:
         record = parse_any_record(line)
     except (ValueError, RecursionError) as error:
-        return Card(number, None, (Problem("broken-line", str(error)),), None)
-    image = None if record.image is None else path.parent / record.image
-    problems, is_readable = _find_problems(image, record)
-    if problems_only and not problems:
-        return None
-    return Card(number, record, problems, make_thumbnail(image) if image is not None and is_readable else None)
-
-
-def _find_problems(image: Path | None, record: AnyRecord) -> tuple[tuple[Problem, ...], bool]:
-    """Return the problems of the record and of its image, and whether the image can be shown."""
-    own = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
-    if image is None:
-        return own, False
+        return ViewedRecord(number, None, (Problem("broken-line", str(error)),), None)
+    problems = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
+    if record.image is None:
+        return ViewedRecord(number, record, problems, None)
+    image = path.parent / record.image
     facts, of_image = look_at_image(image, record, partial(read_image_facts, decode=True))
-    return (*of_image, *own), facts is not None
+    thumbnail = make_thumbnail(image) if facts is not None else None
+    return ViewedRecord(number, record, (*of_image, *problems), thumbnail)
 
 
-def render_records(cards: Sequence[Card], title: str, scope: str) -> str:
+def render_records(viewed: Sequence[ViewedRecord], title: str, scope: str) -> str:
     """Return the page. `scope` says which part of the file this is."""
-    classes = Counter(obj.desc for card in cards if isinstance(card.record, Record) for obj in card.record.objects)
-    numbers = {desc: k for k, (desc, _) in enumerate(classes.most_common())}
-    healthy = sum(not card.problems for card in cards)
-    if questions := sum(isinstance(card.record, ChatRecord) for card in cards):
-        scope += f", {questions:,} of them questions"
-    scope += f", {classes.total():,} objects of {len(classes):,} classes, {len(cards) - healthy:,} with problems"
-    body = (
-        f"{render_header('records', title, scope, _render_controls(cards, classes, healthy))}\n"
-        f'<main><div class="cards" data-page="12">{"".join(_render_card(card, numbers) for card in cards)}</div>'
-        '<p id="nothing" hidden>No record matches both filters. Choose another class or problem.</p></main>'
-    )
-    return render_document(title, body, scripts=["cards.js"])
-
-
-def _render_controls(cards: Sequence[Card], classes: Counter[str], healthy: int) -> str:
-    codes = Counter(code for card in cards for code in {problem.code for problem in card.problems})
-    names = [(str(k), f"{desc} ({count:,})") for k, (desc, count) in enumerate(classes.most_common())]
-    problems = [("any", f"any problem ({len(cards) - healthy:,})"), ("none", f"no problem ({healthy:,})")]
+    records = [one.record for one in viewed]
+    counts = Counter(obj.desc for record in records if isinstance(record, Record) for obj in record.objects)
+    numbers, classes = number_classes(counts)
+    healthy = sum(not one.problems for one in viewed)
+    codes = Counter(code for one in viewed for code in {problem.code for problem in one.problems})
+    problems = [
+        ("", "all records"),
+        ("any", f"any problem ({len(viewed) - healthy:,})"),
+        ("none", f"no problem ({healthy:,})"),
+    ]
     problems += [(code, f"{code} ({codes[code]:,})") for code in KINDS if codes[code]]
-    return (
-        render_select("class", "class", [("", "all classes"), *names], 'data-filter="classes"')
-        + render_select("problem", "problem", [("", "all records"), *problems], 'data-filter="problems"')
-        + '<label><input type="checkbox" data-kind="names" checked> names</label>'
-        + render_pager("page", ("left arrow", "right arrow"))
+    if questions := sum(isinstance(record, ChatRecord) for record in records):
+        scope += f", {questions:,} of them questions"
+    scope += f", {counts.total():,} objects of {len(counts):,} classes, {len(viewed) - healthy:,} with problems"
+    filters = [("class", "class", classes, "classes"), ("problem", "problem", problems, "problems")]
+    nothing = "No record matches both filters. Choose another class or problem."
+    return render_cards(
+        "records", title, scope, filters, [_make_card(one, numbers) for one in viewed], nothing, has_scores=False
     )
 
 
-def _render_card(card: Card, numbers: dict[str, int]) -> str:
-    record = card.record
-    codes = " ".join(sorted({problem.code for problem in card.problems}))
-    problems = render_list(
-        (
-            f'<b class="{KINDS[problem.code].severity}">{problem.code}</b> {escape_text(problem.detail)}'
-            for problem in card.problems
-        ),
-        "problems",
-    )
-    if record is None:
-        head = f"<h3>line {card.line}</h3>{problems}"
-        return f'<article class="card" data-classes="" data-problems="{codes}">{head}</article>'
+def _make_card(viewed: ViewedRecord, numbers: Mapping[str, int]) -> Card:
+    record = viewed.record
+    shapes = _make_shapes(record, numbers) if isinstance(record, Record) else []
+    facts: list[tuple[str, str]] = []
+    kinds: list[str] = []
     if isinstance(record, ChatRecord):
-        return (
-            f'<article class="card" data-classes="" data-problems="{codes}">'
-            f"{_render_question(card, record)}{problems}</article>"
-        )
-    classes = " ".join(map(str, sorted({numbers[obj.desc] for obj in record.objects})))
-    count = len(record.objects)
-    facts = f"{record.width} x {record.height}, {record.space}, {count:,} object{'' if count == 1 else 's'}"
-    return (
-        f'<article class="card" data-classes="{classes}" data-problems="{codes}">'
-        f"{_render_image(card, record, numbers)}"
-        f"<h3>line {card.line} <small>{escape_text(record.image)}</small></h3><p>{facts}</p>"
-        f"{render_request(record)}{problems}{_render_objects(record, numbers)}</article>"
+        facts = [("question", record.question), ("answer", record.answer)]
+    elif record is not None:
+        count = len(record.objects)
+        size = f"{record.width} x {record.height}, {record.space}, {count:,} object{'' if count == 1 else 's'}"
+        facts = [(size, ""), *describe_request(record)]
+        kinds = ["box" if o.kind == "bbox_2d" else f"polygon of {len(o.coords) // 2}" for o in record.objects]
+    codes = sorted({problem.code for problem in viewed.problems})
+    return Card(
+        title=f"line {viewed.line}",
+        detail="" if record is None else record.image or "no image",
+        words={
+            "data-classes": " ".join(sorted({str(shape.data["data-class"]) for shape in shapes})),
+            "data-problems": " ".join(codes),
+        },
+        drawing=draw(record, viewed.image, shapes) if record is not None and record.image is not None else None,
+        facts=facts,
+        problems=[(KINDS[problem.code].severity, problem.code, problem.detail) for problem in viewed.problems],
+        objects=[(shape, shape.name, kind) for shape, kind in zip(shapes, kinds, strict=True)],
     )
 
 
-def _render_question(card: Card, record: ChatRecord) -> str:
-    """Render the image of a chat record, if it has one, its question and its answer."""
-    image = "" if record.image is None else render_stage(record, card.image, [], [])
-    name = "no image" if record.image is None else escape_text(record.image)
-    return (
-        f"{image}<h3>line {card.line} <small>{name}</small></h3>"
-        f"<p>question: <b>{escape_text(record.question)}</b></p><p>answer: <b>{escape_text(record.answer)}</b></p>"
-    )
-
-
-def render_request(record: Record) -> str:
-    """Render what the record asks for, if it has a request of its own."""
-    parts = {
-        "asks for": ", ".join(record.classes or ()),
-        "asks for what is described as": record.expression or "",
-        "prompt": record.prompt or "",
-    }
-    return "".join(f"<p>{title}: <b>{escape_text(text)}</b></p>" for title, text in parts.items() if text)
-
-
-def _render_image(card: Card, record: Record, numbers: dict[str, int]) -> str:
-    """Render the image, its shapes, and their names."""
-    shapes, names = [], []
+def _make_shapes(record: Record, numbers: Mapping[str, int]) -> list[Shape]:
+    shapes = []
     for k, obj in enumerate(record.objects):
         coords, number = record.in_pixels(obj), numbers[obj.desc]
-        paint = f'data-class="{number}" data-object="{k}" style="--hue:{choose_hue(number)}"'
-        shapes.append(f"<g {paint}><title>{escape_text(obj.desc)}</title>{_draw_shape(obj, coords)}</g>")
-        if k < MAX_NAMES:
-            box = [reduce(coords[axis::2]) for reduce in (min, max) for axis in (0, 1)]
-            attributes = f'class="tag" data-class="{number}" data-object="{k}"'
-            names.append(render_name(record, obj.desc, box, attributes, "top", f"--hue:{choose_hue(number)}"))
-    return render_stage(record, card.image, shapes, names)
-
-
-def _draw_shape(obj: RecordObject, coords: tuple[float, ...]) -> str:
-    if obj.kind == "poly":
-        return f'<polygon class="hued" points="{format_points(coords)}"/>'
-    x1, y1, x2, y2 = coords
-    inverted = " inverted" if x2 < x1 or y2 < y1 else ""
-    x, y, width, height = min(x1, x2), min(y1, y2), abs(x2 - x1), abs(y2 - y1)
-    return f'<rect class="hued{inverted}" x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"/>'
-
-
-def _render_objects(record: Record, numbers: dict[str, int]) -> str:
-    items = []
-    for k, obj in enumerate(record.objects):
-        number = numbers[obj.desc]
-        shape = "box" if obj.kind == "bbox_2d" else f"polygon of {len(obj.coords) // 2}"
-        items.append(
-            f'<li data-class="{number}" data-object="{k}" style="--hue:{choose_hue(number)}">'
-            f"{escape_text(obj.desc)} <small>{shape}</small></li>"
-        )
-    return f'<ol class="objects" start="0">{"".join(items)}</ol>' if items else ""
+        inverted = obj.kind == "bbox_2d" and (coords[2] < coords[0] or coords[3] < coords[1])
+        style = "inverted" if inverted else ""
+        data = {"data-class": number, "data-object": k}
+        shapes.append(Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, "top", data, choose_hue(number)))
+    return shapes

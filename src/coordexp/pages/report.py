@@ -1,70 +1,101 @@
 """The run report: groups of runs and their comparison in, one HTML page out, with links to the inspector.
 
-It has curves with seeds as bands, time by phase, what to look at, how the runs were made, and paired intervals for
-their differences on the same images.
+It has curves with seeds as bands, the time by phase, what to look at, the settings in which groups differ, and
+paired intervals for their differences on the same images. Every other number of a run is in `metrics.jsonl` and in
+the trackers that it logged to.
 """
 
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
 from coordexp.dumps import FOLDER, step_files
 from coordexp.pages import charts
-from coordexp.pages.comparison import ComparisonResult
+from coordexp.pages.comparison import ComparisonResult, GroupComparison, RateDifference, describe_interval
 from coordexp.pages.curves import (
     BETWEEN,
     PHASES,
     SMOOTH_FROM,
     Curve,
-    Floats,
-    PhaseTimes,
+    Series,
     StepRanges,
     build_curve,
+    divide,
     divide_steps,
-    measure_phases,
+    total_by_phase,
 )
-from coordexp.pages.document import escape_text, render_document, render_header, render_list, render_table
-from coordexp.pages.report_charts import Chart, Family, list_families
-from coordexp.pages.report_notes import render_summary
-from coordexp.pages.report_servers import ServerSummary, read_servers, render_servers
-from coordexp.pages.report_tables import render_badge, render_comparison, render_configuration
-from coordexp.pages.run_folder import INSPECTOR, RunGroup, find_differences
+from coordexp.pages.document import render_page
+from coordexp.pages.report_notes import make_notes, make_tiles
+from coordexp.pages.report_servers import ServerSummary, describe_steps, read_servers
+from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
-TIME = (
-    "Phases do not overlap: compute excludes reading images and waiting, and rest is what a step takes besides "
-    "all of them. A column is the mean over its steps and over processes. Layers are in the order of the table."
-)
 MAX_TITLE = 90  # letters
-MAX_MARKS = 120  # of a run
-MAX_MARK_ROWS = 8
+MAX_STEPS = 12  # with dumped examples, linked for each run
+MAX_SETTINGS = 6  # in which groups differ, listed with each group; the table of settings has all of them
+INTERVAL_WIDTH, INTERVAL_MARGIN = 300, 8  # of the drawing of an interval
 Curves = list[tuple[str, Curve]]  # with the letter of the group
-NO_TIME = "no step was timed"
-NO_SERVERS = "no rollout servers were used: there is no servers.jsonl"
 
 
 @dataclass(frozen=True)
-class ReportSection:
-    """A section of the page. If it has no content, the page says why: `absent`. The reader has to open a `folded`
-    one."""
+class Plot:
+    """A logged number over steps, divided by the number `per`, or multiplied by the weight of the loss term
+    `weight_of`. `note` explains the number, and a `share` is between 0 and 1."""
 
-    key: str
+    metric: str
     title: str
-    content: str
-    absent: str = ""
-    folded: bool = False
+    note: str = ""
+    share: bool = False
+    per: str = ""
+    weight_of: str = ""
+    wide: bool = False
 
-    @property
-    def html(self) -> str:
-        head, content = f"<h2>{escape_text(self.title)}</h2>", self.content
-        if self.folded:
-            head, content = "", f"<details><summary>{head}</summary>{content}</details>"
-        return f'<section id="{self.key}">{head}{content}</section>'
+    def read(self, run: Run) -> Series:
+        series = run.series(self.metric)
+        if self.per:
+            return divide(series, run.series(self.per))
+        return series.scale(run.term_weight(self.weight_of) or 0.0) if self.weight_of else series
+
+
+EVALUATED = {
+    "f1_50": ("F1", ""),
+    "recall_50": ("recall", ""),
+    "precision_50": ("precision", ""),
+    "ap": ("AP", "boxes, COCO's mean over IoU 0.50:0.95"),
+    "mask_ap": ("mask AP", "COCO's mean over IoU 0.50:0.95"),
+    "f1_50_any_class": ("F1, any class", ""),
+    "recall_50_any_class": ("recall, any class", ""),
+    "precision_50_any_class": ("precision, any class", ""),
+    "mean_iou": ("mean IoU of pairs", ""),
+    "duplicates": ("duplicates", "of valid objects"),
+    "invalid": ("invalid", "of all objects"),
+    "truncated": ("truncated", "of answers"),
+    "skipped": ("skipped", "of true objects: missed, before the last object of the answer"),
+    "stopped": ("stopped", "of true objects: missed, behind the last object of the answer"),
+    "over_count": ("over-counts", "of answers"),
+    "oversized": ("oversized", "of valid objects"),
+    "unknown_class": ("unknown class", "of valid objects"),
+    "unreadable": ("unreadable", "of answers"),
+    "boxes_on_empty": ("boxes on empty images", "of images without an object"),
+    "absent_classes": ("absent classes answered", "of asked classes that are not in the image"),
+    "unasked": ("unasked objects", "of valid objects in answers to a list of classes"),
+}
+_ANSWERS = "rollout/answers"
+ANSWERS = (
+    Plot("match/recall", "recall", "true objects that were matched", share=True),
+    Plot("match/precision", "precision", "valid objects that were matched", share=True),
+    Plot("match/missed", "missed per answer", "true objects that were appended", per=_ANSWERS),
+    Plot("match/extra", "extra per answer", "false positives: valid, but not matched", per=_ANSWERS),
+    Plot("parse/repeats", "repeats per answer", "valid objects that were written before", per=_ANSWERS),
+    Plot("rollout/mean_tokens", "tokens of an answer", "without the stop token"),
+    Plot("rollout/cut_off_rate", "cut off", "at max_new_tokens", share=True),
+    Plot("rollout/looped", "looped", "ended by the repeat guard", share=True, per=_ANSWERS),
+    Plot("rollout/unreadable", "unreadable", "do not begin with {", share=True, per=_ANSWERS),
+    Plot("parse/invalid_rate", "invalid objects", "of all objects", share=True),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +116,7 @@ def find_examples(groups: Sequence[RunGroup], report: Path) -> list[RunExamples]
     examples = []
     for group in groups:
         for run in group.runs:
-            folder = run.run.folder
+            folder = run.folder
             steps = tuple(step + 1 for step in step_files(folder / FOLDER))
             page = folder / INSPECTOR
             if steps or page.is_file():
@@ -100,118 +131,122 @@ def inspect_command(runs: Sequence[RunExamples]) -> str:
     return f"coordexp inspect {shlex.quote(str(runs[0].folder)) if len(runs) == 1 else 'RUN'}"
 
 
-def render_report(groups: Sequence[RunGroup], result: ComparisonResult | str, runs: Sequence[RunExamples]) -> str:
+def render_report(
+    groups: Sequence[RunGroup], result: ComparisonResult | str, examples: Sequence[RunExamples]
+) -> str:
     """`result` is the comparison, or the reason why there is none."""
-    series = [run.series(metric) for metric in ("loss", "eval_f1_50") for group in groups for run in group.runs]
-    read_out = ReadOut(divide_steps(series, len(groups)))
-    marks = make_step_marks(runs)
-    folders = [run.run.folder for group in groups for run in group.runs]
-    servers = {folder: summary for folder in folders if (summary := read_servers(folder)) is not None}
-    drawn = [draw_family(family, groups, read_out, marks) for family in list_families(groups)]
+    runs = [run for group in groups for run in group.runs]
+    ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs], len(groups))
     sections = [
-        ReportSection("comparison", "Compared on the same images", _render_result(result, len(groups))),
-        *drawn[:2],
-        ReportSection("time", "Where the time goes", draw_times(groups, read_out), NO_TIME),
-        *drawn[2:],
-        ReportSection("servers", "Rollout servers", render_servers(groups, servers), NO_SERVERS),
+        ("loss", "Loss", _draw(list_loss_plots(groups), groups, ranges)),
+        ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
+        ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
     ]
-    reasons = [
-        f"<b>{escape_text(section.title)}</b>: {escape_text(section.absent)}"
-        for section in sections
-        if section.absent and not section.content
-    ]
-    sections.append(ReportSection("absent", "Not available", render_list(reasons)))
-    sections.append(ReportSection("settings", "How they were made", render_configuration(groups)))
-    shown = [section for section in sections if section.content]
+    differences = find_differences(groups) if len(groups) > 1 else {}
+    servers = {run.folder: found for run in runs if (found := read_servers(run.folder)) is not None}
+    described = [_describe_group(group, k, differences, servers) for k, group in enumerate(groups)]
+    missing = [run for run in examples if run.steps and not run.page]
     name = _join_names([group.name for group in groups])
-    links = "".join(f'<a href="#{section.key}">{escape_text(section.title)}</a>' for section in shown)
-    body = (
-        f"{_render_bar(name, groups, read_out.ranges)}"
-        f'<main><nav class="contents" aria-label="Sections">{links}</nav>'
-        f'<section id="summary">{_render_summaries(groups, servers)}{_render_links(runs)}'
-        f'<p class="about">{escape_text(_explain_charts(groups, read_out.ranges))}</p></section>'
-        f"{''.join(section.html for section in shown)}</main>"
+    return render_page(
+        "report.html",
+        title=f"Run report: {name}",
+        name=name,
+        runs=len(runs),
+        groups=described,
+        explanation=_explain_charts(groups, ranges),
+        pages=_link_examples(examples),
+        missing=missing,
+        command=inspect_command(missing) if missing else "",
+        folders=shlex.join(str(run.folder) for run in missing),
+        comparison=_lay_out_comparison(result) if isinstance(result, ComparisonResult) else None,
+        reason=result if isinstance(result, str) and len(groups) > 1 else "",
+        sections=sections,
+        phases=_list_phases(described),
+        servers=[
+            (group.letter, run, servers[run.folder])
+            for group in groups
+            for run in group.runs
+            if run.folder in servers
+        ],
+        describe_steps=describe_steps,
+        differences={path: [format_value(value) for value in row] for path, row in differences.items()},
     )
-    curves = {
-        "first": read_out.ranges.first,
-        "last": read_out.ranges.last,
-        "left": charts.LEFT,
-        "right": charts.RIGHT,
-        "steps": read_out.steps,
-        "charts": read_out.charts,
+
+
+_EVALUATION = tuple(Plot(f"eval_{name}", *words, share=True) for name, words in EVALUATED.items())
+
+
+def list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
+    """Return the plots of the loss and of each of its terms, which add up to it."""
+    runs = [run for group in groups for run in group.runs]
+    terms = dict.fromkeys(
+        name for run in runs for name in run.log if "/" in name and run.term_weight(name) is not None
+    )
+    plots = [Plot("loss", "loss", "the weighted sum of the terms", wide=True)]
+    for name in terms:
+        weights = [group.runs[0].term_weight(name) for group in groups]
+        shown = ["none" if weight is None else f"{weight:g}" for weight in weights]
+        words = [f"{group.letter} {weight}" for group, weight in zip(groups, shown, strict=True)]
+        plots.append(
+            Plot(name, name, f"weight {shown[0] if len(set(shown)) == 1 else ', '.join(words)}", weight_of=name)
+        )
+    return [*plots, Plot("time/step", "seconds per step", "from the first rollout to the update")]
+
+
+def _describe_group(
+    group: RunGroup, number: int, differences: Mapping[str, Sequence[Any]], servers: Mapping[Path, ServerSummary]
+) -> dict[str, Any]:
+    """Return what the page shows of a group: its headline numbers, notes, settings that differ, and its times."""
+    count = len(group.runs)
+    return {
+        "letter": group.letter,
+        "name": group.name,
+        "mark": charts.mark_path(group.letter, 17, 6, 3.4),
+        "words": f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}",
+        "settings": [(path, format_value(row[number])) for path, row in list(differences.items())[:MAX_SETTINGS]],
+        "more": max(0, len(differences) - MAX_SETTINGS),
+        "tiles": make_tiles(group),
+        "notes": make_notes(group, servers),
+        "times": _measure_times(group),
     }
-    return render_document(f"Run report: {name}", body, scripts=["report.js"], data={"curves": curves})
 
 
-def _render_summaries(groups: Sequence[RunGroup], servers: Mapping[Path, ServerSummary]) -> str:
-    """Render the first look at each group, with its values of the settings in which the groups differ."""
-    if len(groups) == 1:
-        return render_summary(groups[0], servers)
-    rows = find_differences(groups)
-    values = [{path: row[k] for path, row in rows.items()} for k in range(len(groups))]
-    return "".join(render_summary(group, servers, own) for group, own in zip(groups, values, strict=True))
+def _measure_times(group: RunGroup) -> dict[str, tuple[float, float]] | None:
+    """Return seconds per step and the share of all time by phase, over the runs of a group. None without times."""
+    totals = [total for run in group.runs if (total := total_by_phase(run.log)) is not None]
+    everything = sum(sum(total.values()) for total in totals)
+    if everything <= 0:
+        return None
+    steps = max(1, sum(int(run.log["loss"].steps[-1]) for run in group.runs if "loss" in run.log))
+    seconds = {phase: sum(total[phase] for total in totals) for phase in totals[0]}
+    return {phase: (value / steps, value / everything) for phase, value in seconds.items()}
 
 
-def make_step_marks(runs: Sequence[RunExamples]) -> list[charts.StepMark]:
-    """Return the triangles under the loss, one row per run, for as many runs and steps as there is room."""
-    marks = []
-    for row, run in enumerate([run for run in runs if run.steps][:MAX_MARK_ROWS]):
-        stride = -(-len(run.steps) // MAX_MARKS)
-        for step in run.steps[::stride]:
-            href = f"{run.page}#step={step}" if run.page else ""
-            words = f"{run.name}, step {step}: dumped examples" + (", in the inspector" if href else "")
-            marks.append(charts.StepMark(step, row, run.letter, words, href))
-    return marks
+def _list_phases(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the phases that took time in a group, with what they are."""
+    used = {name for group in groups for name, (_, share) in (group["times"] or {}).items() if share}
+    return {name: meaning for name, meaning in (PHASES | {"between": BETWEEN}).items() if name in used}
 
 
-def _render_links(runs: Sequence[RunExamples]) -> str:
-    """Render links to the inspector's pages, and the command that makes the missing ones."""
-    parts = []
-    linked = {run.page: run for run in runs if run.page}
-    if linked:
-        names = [run.name for run in linked.values()]  # if several have the same name, the folder is shown
-        shown = {page: run.name if names.count(run.name) == 1 else run.folder for page, run in linked.items()}
-        links = ", ".join(
-            f'<a href="{escape_text(page)}">{escape_text(str(name))}</a>' for page, name in shown.items()
+def _link_examples(examples: Sequence[RunExamples]) -> list[tuple[str, str, Sequence[int]]]:
+    """Return the address, the name and some dumped steps of each run that has an inspector's page. A run whose
+    name is not its own is named by its folder."""
+    linked = [run for run in examples if run.page]
+    names = [run.name for run in linked]
+    return [
+        (
+            run.page,
+            run.name if names.count(run.name) == 1 else str(run.folder),
+            run.steps[:: 1 + len(run.steps) // MAX_STEPS],
         )
-        parts.append(f"Look at single examples in the inspector: {links}. Triangles under the loss are its steps.")
-    missing = [run for run in runs if run.steps and not run.page]
-    if missing:
-        count = f"{missing[0].name} has" if len(missing) == 1 else f"{len(missing)} runs have"
-        folders = shlex.join(str(run.folder) for run in missing)
-        parts.append(
-            f"{escape_text(count)} dumped examples (triangles under the loss), but no page to look at them: "
-            f"<code>{escape_text(inspect_command(missing))}</code> makes it"
-            + (f" for {escape_text(folders)}." if len(missing) > 1 else ".")
-        )
-    return "".join(f'<p class="about">{part}</p>' for part in parts)
+        for run in linked
+        if run.page
+    ]
 
 
 def _join_names(names: Sequence[str]) -> str:
     title = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     return title if len(title) <= MAX_TITLE else f"{names[0]} and {len(names) - 1} others"
-
-
-def _render_bar(name: str, groups: Sequence[RunGroup], ranges: StepRanges) -> str:
-    """Render the header with the legend of the groups, and the step whose values all charts show. The controls
-    need the script, which unhides them."""
-    keys = "".join(
-        f'<button type="button" class="key of-{group.letter}" data-group="{group.letter}" aria-pressed="true">'
-        f"{charts.draw_key(group.letter)}<b>{group.letter}</b> {escape_text(group.name)}</button>"
-        for group in groups
-    )
-    runs = sum(len(group.runs) for group in groups)
-    scope = f"{runs} run{'s' if runs > 1 else ''}"
-    scope += f" in {len(groups)} groups; runs in a group differ only in seeds and names" if len(groups) > 1 else ""
-    controls = (
-        f'<div class="keys" role="group" aria-label="Groups">{keys}</div>'
-        '<div class="tools" hidden>'
-        '<label class="smooth"><input type="checkbox" checked> running mean</label>'
-        '<label class="scale"><input type="checkbox"> log scale</label>'
-        f'<label>step <input type="range" min="{ranges.first}" max="{ranges.last}" value="{ranges.last}" '
-        f'aria-label="Step whose values all charts show"></label><output id="step">last</output></div>'
-    )
-    return render_header("run report", name, scope, controls)
 
 
 def _explain_charts(groups: Sequence[RunGroup], ranges: StepRanges) -> str:
@@ -229,137 +264,78 @@ def _explain_charts(groups: Sequence[RunGroup], ranges: StepRanges) -> str:
             f"A point stands for {ranges.length:.3g} steps. It is the mean of what was logged in them, and {band}."
         )
     if ranges.count > SMOOTH_FROM:
-        width = 2 * (ranges.count // 50) + 1
         parts.append(
-            f"If a line has more than {SMOOTH_FROM} points, the thick line is a running mean over up to {width} "
-            "points, fewer at the ends, and the thin line shows the values as logged."
+            f"If a line has more than {SMOOTH_FROM} points, the thick line is a running mean over neighbouring "
+            "points, and the thin line shows the values as logged."
         )
     parts.append("Steps without a value are skipped. A cross and a gap mark a value that was NaN or infinite.")
     return " ".join(parts)
 
 
-def _render_result(result: ComparisonResult | str, groups: int) -> str:
-    if isinstance(result, ComparisonResult):
-        return render_comparison(result)
-    return "" if groups < 2 else f'<p class="note">Not compared: {escape_text(result)}.</p>'
+def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges) -> dict[str, Any]:
+    """Return the figures of the plots that have values, each with the last values of its lines, and the titles of
+    the plots that are 0 throughout: such a chart says no more than a word."""
+    figures, zero = [], []
+    for plot in plots:
+        curves = [(group.letter, build_curve([plot.read(run) for run in group.runs], ranges)) for group in groups]
+        known: Curves = [(letter, curve) for letter, curve in curves if curve is not None]
+        if known and all(curve.is_zero for _, curve in known):
+            zero.append(plot.title)
+        elif known:
+            size = charts.LARGE if plot.wide else charts.SMALL
+            drawn = charts.lay_out(plot.title, known, size, (ranges.first, ranges.last), share=plot.share)
+            last = [(letter, charts.format_number(curve.last)) for letter, curve in known]
+            figures.append({"plot": plot, "chart": drawn, "last": last})
+    return {"figures": figures, "zero": zero}
 
 
-@dataclass
-class ReadOut:
-    """The values that the page's script shows for a step. Charts with the same steps share them."""
-
-    ranges: StepRanges
-    steps: list[list[float]] = field(default_factory=list)
-    charts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    _known: dict[bytes, int] = field(default_factory=dict)
-
-    def add(self, chart: str, letter: str, steps: Floats, *rows: Floats) -> None:
-        key = np.round(steps, 1).tobytes()
-        if key not in self._known:
-            self._known[key] = len(self.steps)
-            self.steps.append([_shorten(step) for step in np.round(steps, 1)])
-        values = [[_shorten(float(f"{v:.4g}")) if np.isfinite(v) else None for v in row] for row in rows]
-        self.charts.setdefault(chart, []).append({"g": letter, "x": self._known[key], "v": values})
+def _lay_out_comparison(result: ComparisonResult) -> dict[str, Any]:
+    has_seeds = any(comparison.has_seed_intervals for comparison in result.comparisons)
+    tables = [_lay_out_table(comparison, result) for comparison in result.comparisons]
+    return {"result": result, "has_seeds": has_seeds, "tables": tables}
 
 
-def draw_family(
-    family: Family, groups: Sequence[RunGroup], read_out: ReadOut, marks: Sequence[charts.StepMark] = ()
-) -> ReportSection:
-    drawn = [
-        (chart, curves) for chart in family.charts if (curves := _read_curves(chart, groups, read_out.ranges))
-    ]
-    figures = [
-        _draw_figure(family, chart, curves, read_out, marks) for chart, curves in drawn if not _is_zero(curves)
-    ]
-    zero = ", ".join(chart.title for chart, curves in drawn if _is_zero(curves))
-    zero_note = f'<p class="about">0 throughout: {escape_text(zero)}.</p>' if zero else ""
-    note = f'<p class="about">{escape_text(family.note)}</p>' if family.note else ""
-    html = f'{note}<div class="charts">{"".join(figures)}</div>{zero_note}' if drawn else ""
-    return ReportSection(family.key, family.title, html, family.absent, family.folded)
+def _lay_out_table(comparison: GroupComparison, result: ComparisonResult) -> dict[str, Any]:
+    """Return the rows of a comparison with the places of their intervals, and the rates that are 0 in both."""
+    rows = comparison.rows
+    ends = [end for row in rows for pair in (row.image_interval, row.seed_interval) if pair for end in pair]
+    reach = 1.05 * (max((abs(end) for end in ends), default=0.01) or 0.01)
+    scale = charts.Scale(-reach, reach, INTERVAL_MARGIN, INTERVAL_WIDTH - INTERVAL_MARGIN)
+    quality = [row for row in rows if "_50" in row.name]  # F1, recall and precision at IoU 0.5
+    behaviour = [row for row in rows if row not in quality and (row.base or row.other)]
+    seeds = comparison.has_seed_intervals
+    return {
+        "groups": [
+            (group.letter, group.name, _describe_evaluated(result.steps[group.letter]))
+            for group in (comparison.base, comparison.other)
+        ],
+        "seeds": seeds,
+        "ticks": [
+            (min(max(scale.at(value), 16), INTERVAL_WIDTH - 16), "0" if value == 0 else f"{value:+g}")
+            for value in charts.choose_ticks(scale.low, scale.high, 4)
+        ],
+        "zero": scale.at(0),
+        "quality": [_lay_out_row(row, scale, True, seeds) for row in quality],
+        "behaviour": [_lay_out_row(row, scale, False, seeds) for row in behaviour],
+        "never": [EVALUATED[row.name][0] for row in rows if row not in quality and row not in behaviour],
+        "average": comparison.average_precision,
+    }
 
 
-def _read_curves(chart: Chart, groups: Sequence[RunGroup], ranges: StepRanges) -> Curves:
-    curves = [(group.letter, build_curve([chart.read(run) for run in group.runs], ranges)) for group in groups]
-    return [(letter, curve) for letter, curve in curves if curve is not None]
+def _lay_out_row(row: RateDifference, scale: charts.Scale, higher_is_better: bool, seeds: bool) -> dict[str, Any]:
+    intervals = [row.image_interval, *([row.seed_interval] if seeds else [])]
+    same_sign = "-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %"
+    return {
+        "title": EVALUATED[row.name][0],
+        "style": "" if not row.is_clear else "better" if (row.value > 0) == higher_is_better else "worse",
+        "base": row.base,
+        "other": row.other,
+        "images": row.image_interval and [scale.at(end) for end in row.image_interval],
+        "over_seeds": row.seed_interval and [scale.at(end) for end in row.seed_interval],
+        "value": scale.at(row.value),
+        "cells": [*map(describe_interval, intervals), same_sign],
+    }
 
 
-def _is_zero(curves: Curves) -> bool:
-    """Return whether every logged value is 0. Such a chart says no more than a word."""
-    return all(not len(curve.broken) and not curve.lowest.any() and not curve.highest.any() for _, curve in curves)
-
-
-def _draw_figure(
-    family: Family, chart: Chart, curves: Curves, read_out: ReadOut, marks: Sequence[charts.StepMark]
-) -> str:
-    key = f"{family.key}:{chart.name}"
-    for letter, curve in curves:
-        low, high = (curve.low, curve.high) if (curve.runs > 1).any() else (curve.lowest, curve.highest)
-        has_band = not np.array_equal(low, high, equal_nan=True)
-        read_out.add(key, letter, curve.steps, curve.mean, *((low, high) if has_band else ()))
-    size = charts.LARGE if chart.wide else charts.SMALL
-    frame = charts.Frame(*size, read_out.ranges.first, read_out.ranges.last)
-    title, step_marks = f"{family.title}: {chart.title}", marks if chart.wide else ()
-    svg = charts.draw_lines(title, curves, frame, share=chart.share, marks=step_marks)
-    has_log_scale = not chart.share and charts.needs_log_scale(curves)
-    svg += charts.draw_lines(title, curves, frame, log=True, marks=step_marks) if has_log_scale else ""
-    style = " ".join([*(["wide"] if chart.wide else []), *(["both"] if has_log_scale else [])])
-    note = f"<small>{escape_text(chart.note)}</small>" if chart.note else ""
-    return (
-        f'<figure class="{style}" data-chart="{escape_text(key)}"><figcaption>'
-        f"<b>{escape_text(chart.title)}</b>{_render_last_values(curves)}{note}</figcaption>{svg}</figure>"
-    )
-
-
-def _render_last_values(curves: Curves) -> str:
-    """Render the last point of each line. The script replaces them while the reader points at a step."""
-    parts = []
-    for letter, curve in curves:
-        known = curve.mean[np.isfinite(curve.mean)]
-        parts.append(f'<span class="of-{letter}"><i>{letter}</i>{charts.format_number(float(known[-1]))}</span>')
-    return f"<output>{''.join(parts)}</output>"
-
-
-def draw_times(groups: Sequence[RunGroup], read_out: ReadOut) -> str:
-    """Return the charts of time by phase, or nothing if no group has times."""
-    times = [(group, measure_phases([run.log for run in group.runs], read_out.ranges)) for group in groups]
-    figures = [_draw_time(group, phases, read_out) for group, phases in times if phases is not None]
-    return f'<p class="about">{TIME}</p>{"".join(figures)}' if figures else ""
-
-
-def _draw_time(group: RunGroup, times: PhaseTimes, read_out: ReadOut) -> str:
-    frame = charts.Frame(*charts.WIDE, read_out.ranges.first, read_out.ranges.last)
-    layers = list(zip(PHASES, times.seconds, strict=True))
-    svg = charts.draw_stack(f"seconds per step by phase, {group.name}", times.edges, layers, frame)
-    key = f"time:{group.letter}"
-    for name, values in layers:
-        if values.any():
-            read_out.add(key, name, times.steps, values)
-    rows = [
-        (
-            f'<i class="swatch at-{name}"></i>{name}',
-            _render_seconds(times, name),
-            f"{100 * times.shares[name]:.1f} %",
-            meaning,
-        )
-        for name, meaning in [*reversed(PHASES.items()), ("between", BETWEEN)]
-        if times.shares[name] > 0
-    ]
-    return (
-        f'<div class="time"><figure class="wide stack" data-chart="{key}"><figcaption>'
-        f"<b>{render_badge(group)} {escape_text(group.name)}</b>"
-        f"<small>seconds per step, {charts.format_duration(times.step)} on average</small></figcaption>"
-        f"{svg}</figure>"
-        f"{render_table(('phase', 's per step', 'of all time', ''), rows, 'numbers last-words')}</div>"
-    )
-
-
-def _render_seconds(times: PhaseTimes, name: str) -> str:
-    """Render the mean. The script replaces it while the reader points at a step."""
-    within = 1 - times.shares["between"]
-    text = "" if name == "between" or not within else f"{times.step * times.shares[name] / within:.3f}"
-    return f'<span data-phase="{name}">{text}</span>'
-
-
-def _shorten(value: float) -> float:
-    """Return whole numbers as int, so that JSON has no ".0"."""
-    return int(value) if value == int(value) else float(value)
+def _describe_evaluated(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(set(steps)) == 1 else f"steps {', '.join(map(str, steps))}"

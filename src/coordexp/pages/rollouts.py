@@ -20,19 +20,21 @@ from coordexp.data import BINS
 from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
+from coordexp.pages.cards import explain_missing_image, make_thumbnail
 from coordexp.pages.curves import NOT_WRITTEN_BY_A_RUN
-from coordexp.pages.document import escape_text, read_asset, render_document, render_header, render_pager
-from coordexp.pages.images import explain_missing_image, make_thumbnail
+from coordexp.pages.document import render_page
 from coordexp.pages.rollout_sample import show_sample, summarise_sample
 from coordexp.pages.run_folder import RESOLVED, Run
 
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")
-SCRIPTS = ("rollouts_data.js", "rollouts_image.js", "rollouts_tokens.js", "rollouts_objects.js", "rollouts.js")
-CONTROLS = (
-    '<button type="button" id="news" hidden></button><label>show <select id="filter"></select></label>'
-    f'<label>order <select id="order"></select></label>{render_pager("sample", ("k", "j"))}'
-    '<button type="button" id="help" aria-label="Keys" title="Keys (?)">?</button>'
+SCRIPTS = (
+    "common.js",
+    "rollouts_data.js",
+    "rollouts_image.js",
+    "rollouts_tokens.js",
+    "rollouts_objects.js",
+    "rollouts.js",
 )
 T = TypeVar("T")
 
@@ -133,10 +135,13 @@ def make_inspector_page(
     """Return a page with at most `most` examples. A served page has the `stamp` of the dumps it was made from.
     `report` is the address of the run's report, if there is one."""
     dumped, total = choose_examples(run.folder, most)
-    target, folder = _read_soft_target(run), _find_image_folder(run)
-    objective, table = run.latest_start.objective, _read_table(run.folder / FOLDER)
+    problem = f"{run.folder / RESOLVED} does not have the form that a run writes"
+    with explain((KeyError, TypeError, AttributeError), problem, NOT_WRITTEN_BY_A_RUN):  # a tree of any shape
+        target = find_soft_target(run.settings)
+    table, objective = _read_table(run.folder / FOLDER), run.latest_start.objective
     desc_is_masked = objective is not None and "B" in (objective.masked_desc or ())
-    entries, samples = _read_samples(dumped, table, folder, desc_is_masked=desc_is_masked)
+    entries, samples = _read_samples(dumped, table, _find_image_folder(run), desc_is_masked=desc_is_masked)
+    images = _add_images(entries, dumped, run.start_folder)
     index = {
         "run": run.name,
         "total": total,
@@ -146,10 +151,8 @@ def make_inspector_page(
         "coord0": table.first_coord,
         "samples": entries,
     }
-    images = _add_images(entries, dumped, run.start_folder)
-    remarks = tuple(entry["remark"] for entry in entries if entry["remark"])
     html = render_inspector(index, samples, images, live=stamp is not None, report=report)
-    return InspectorPage(html, len(entries), total, remarks)
+    return InspectorPage(html, len(entries), total, tuple(entry["remark"] for entry in entries if entry["remark"]))
 
 
 def render_inspector(
@@ -162,28 +165,31 @@ def render_inspector(
 ) -> str:
     """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
     data: dict[str, Any] = {"index": {**index, "live": live}}
-    data.update((f"sample-{k}", sample) for k, sample in enumerate(samples))
-    data.update(images)
+    data |= {f"sample-{k}": sample for k, sample in enumerate(samples)}
     held, total = len(index["samples"]), max(len(index["samples"]), index["total"])
-    scope = f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}"
-    link = f'<a id="report" href="{escape_text(report)}">report</a>' if report else ""
-    header = render_header("rollouts", index["run"], scope, link + CONTROLS)
-    return render_document(
-        f"Rollouts of {index['run']}",
-        header + read_asset("rollouts.html"),
+    return render_page(
+        "rollouts.html",
+        title=f"Rollouts of {index['run']}",
         styles=("page.css", "rollouts.css"),
         scripts=SCRIPTS,
-        data=data,
+        data=data | dict(images),
         live=live,
+        run=index["run"],
+        scope=f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}",
+        report=report,
     )
 
 
-def _read_soft_target(run: Run) -> dict[str, Any] | None:
-    """Return the soft target over bins, if the loss on rollouts has one."""
-    problem = f"{run.folder / RESOLVED} does not have the form that a run writes"
-    with explain((KeyError, TypeError, AttributeError), problem, NOT_WRITTEN_BY_A_RUN):  # a tree of any shape
-        pipeline = (run.settings.get("rollout_matching") or {}).get("pipeline") or {}
-        return find_soft_target(pipeline.get("objective") or ())
+def find_soft_target(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the target over bins that the loss on rollouts uses; None without one."""
+    pipeline = (settings.get("rollout_matching") or {}).get("pipeline") or {}
+    for module in pipeline.get("objective") or ():
+        config = module["config"]
+        is_used = module["name"] == "coord_reg" and module["enabled"] and module["weight"]
+        if is_used and "B" in module["channels"] and (config["soft_ce_weight"] or config["w1_weight"]):
+            names = {"sigma": "target_sigma", "truncate": "target_truncate", "temperature": "temperature"}
+            return {name: config[key] for name, key in names.items()}
+    return None
 
 
 def _find_image_folder(run: Run) -> Path:
@@ -192,18 +198,6 @@ def _find_image_folder(run: Run) -> Path:
     data = (run.latest_start.data or {}).get("train")
     folders = {path.parent for path in data.paths} if data else set()
     return folders.pop() if len(folders) == 1 else Path()
-
-
-def find_soft_target(objective: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the target over bins that the loss on rollouts uses; None without one."""
-    for module in objective:
-        config = module["config"]
-        if module["name"] == "coord_reg" and module["enabled"] and module["weight"] and "B" in module["channels"]:
-            if not config["soft_ce_weight"] and not config["w1_weight"]:
-                continue
-            names = {"sigma": "target_sigma", "truncate": "target_truncate", "temperature": "temperature"}
-            return {name: config[key] for name, key in names.items()}
-    return None
 
 
 def collect_pieces(samples: Iterable[dict[str, Any]], table: VocabularyTable) -> dict[str, str]:
@@ -251,43 +245,35 @@ def _read_samples(
             place, path = content["place"], content["picture"]["path"]
             id = f"{place['step'] + 1}.{place['micro']}.{place['record']}"
             seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
-            name = {"id": id if seen[id] == 1 else f"{id}.{seen[id]}"}
+            id = id if seen[id] == 1 else f"{id}.{seen[id]}"
             image = Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path
-            origin = {"image": str(image), "followed": example.followed}
-            entries.append({**name, **origin, **summarise_sample(content, trained)})
-            samples.append({**name, **show_sample(content, trained, table, desc_is_masked=desc_is_masked)})
+            origin = {"id": id, "image": str(image), "followed": example.followed}
+            entries.append(origin | summarise_sample(content, trained))
+            samples.append({"id": id, **show_sample(content, trained, table, desc_is_masked=desc_is_masked)})
     return entries, samples
 
 
 def _add_images(
     entries: Sequence[dict[str, Any]], dumped: Sequence[DumpedExample], root: Path | None
 ) -> dict[str, str]:
-    """Return the images by id, one per file. Add to each entry the id of its image, or a remark why it has
-    none."""
+    """Return the images by id, one per file. Add to each entry the id of its image, or a remark why it has none.
+    Relative paths are tried from here and from `root`, where the run was started."""
     images: dict[str, str] = {}
     known: dict[str, dict[str, Any]] = {}
     for entry, example in zip(entries, dumped, strict=True):
         path = example.content["picture"]["path"]
         if path not in known:
-            url, remark = _load_image(path, root)
-            id = f"picture-{len(known)}" if url else None
-            known[path] = {"picture": id, "remark": remark}
-            images |= {id: url} if id and url else {}
+            try:
+                file = Path(path)
+                file = root / file if root is not None and not file.is_file() else file
+                images[f"picture-{len(known)}"] = _load_thumbnail(str(file), file.stat().st_mtime_ns)
+                known[path] = {"picture": f"picture-{len(known)}", "remark": None}
+            except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
+                known[path] = {"picture": None, "remark": f"{explain_missing_image(error)}; {path}"}
         entry |= known[path]
     return images
 
 
-def _load_image(path: str, root: Path | None) -> tuple[str | None, str | None]:
-    """Return a data URL, or a remark why there is none. Relative paths are tried from here and from where the run
-    was started."""
-    try:
-        file = Path(path)
-        file = root / file if root is not None and not file.is_file() else file
-        return _load_thumbnail(str(file), file.stat().st_mtime_ns), None
-    except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
-        return None, f"{explain_missing_image(error)}; {path}"
-
-
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=512)  # a served page is made again and again
 def _load_thumbnail(path: str, modified: int) -> str:
     return make_thumbnail(Path(path), SIDE)

@@ -11,14 +11,14 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from coordexp.errors import DataError, explain
 from coordexp.pages.curves import EMPTY, LARGEST_NUMBER, NOT_WRITTEN_BY_A_RUN, Log, Series, read_log
@@ -32,22 +32,12 @@ NAMES = ("training.output_dir", "training.run_name", "training.logging_dir", "tr
 LETTERS = "ABCDEFGH"  # each has its own colour, dashes and mark in the page's style
 SECRET = re.compile(r"(^|_)(token|password|secret|api_key|credentials)$")
 HIDDEN = "(not shown)"
+MAX_LETTERS = 90  # of a value in a table
 
 T = TypeVar("T")
 
 
-def _to_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _check_number(value: float) -> float:
-    if not -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
-        raise ValueError(f"it should be a number up to {LARGEST_NUMBER:g}")
-    return value
-
-
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Number = Annotated[float, AfterValidator(_check_number)]
 
 
 class RunFileModel(BaseModel):
@@ -76,46 +66,36 @@ class ObjectiveTerm(RunFileModel):
     """A term of the loss. A diagnostic has no weight."""
 
     term: str
-    weight: Number | None
-    channels: list[str]
-    divided_by: Annotated[list[str], BeforeValidator(_to_list)]
+    weight: Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None
 
 
 class RunObjective(RunFileModel):
-    """The objective of a run. `idle` names the modules that do not run and says why."""
-
-    terms: list[ObjectiveTerm]
-    idle: dict[str, Any] | None = None
+    terms: list[ObjectiveTerm] = []
     masked_desc: list[str] | None = None
-
-
-def _to_no_objective(value: Any) -> Any:
-    return None if value == {} else value
 
 
 class RunStart(RunFileModel):
     """One start or resume of a run, as `run.json` describes it."""
 
-    command: list[str] | None = None
-    files: list[str] | None = None
     python: Any = ""
     packages: dict[str, Any] | None = None
     git: Any = None
     data: dict[str, DataFile] | None = None
-    objective: Annotated[RunObjective | None, BeforeValidator(_to_no_objective)] = None
-    rollouts: Any = None
+    objective: RunObjective | None = None
 
 
 STARTS = TypeAdapter(list[RunStart])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """`settings` is the tree of `resolved.yaml`. `starts` has at least one entry."""
+    """`settings` is the tree of `resolved.yaml`. `starts` has at least one entry. `log` has the metrics, if they
+    were read."""
 
     folder: Path
     settings: dict[str, Any]
     starts: tuple[RunStart, ...]
+    log: Log = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -126,12 +106,28 @@ class Run:
         return self.starts[-1]
 
     @property
+    def data(self) -> dict[str, DataFile]:
+        """The data files of the latest start, by `train` and `val`."""
+        return dict(self.latest_start.data or {})
+
+    @property
     def training(self) -> dict[str, Any]:
         return self.settings.get("training") or {}
 
     @property
-    def custom(self) -> dict[str, Any]:
-        return self.settings.get("custom") or {}
+    def variant(self) -> str:
+        return str((self.settings.get("custom") or {}).get("trainer_variant", "run")).replace("_", " ")
+
+    @property
+    def planned_steps(self) -> int:
+        """The number of steps that the run was to take; 0 if it was limited by epochs."""
+        steps = self.training.get("max_steps")
+        return steps if type(steps) is int and steps > 0 else 0
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged; 0 if none was."""
+        return max((int(series.steps[-1]) for series in self.log.values() if len(series)), default=0)
 
     @property
     def start_folder(self) -> Path | None:
@@ -143,6 +139,15 @@ class Run:
         if output_dir.is_absolute() or not depth or folder.parts[-depth:] != output_dir.parts:
             return None
         return Path(*folder.parts[:-depth])
+
+    def series(self, metric: str) -> Series:
+        """Return the values of a metric; an empty series if it was never logged."""
+        return self.log.get(metric, EMPTY)
+
+    def term_weight(self, term: str) -> float | None:
+        """Return the weight of a loss term in `run.json`; None if it is not named there or is a diagnostic."""
+        terms = self.latest_start.objective.terms if self.latest_start.objective else []
+        return next((row.weight for row in terms if row.term == term), None)
 
 
 def read_run(folder: Path) -> Run:
@@ -194,7 +199,8 @@ def _check_size(value: Any, where: str) -> None:
     """Raise DataError if objects and lists are nested too deeply, which may be without end, or are too many."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for parent in level for child in _children(parent)]
+        children = [parent.values() if isinstance(parent, dict) else parent for parent in level]
+        level = [child for values in children for child in values if isinstance(child, dict | list)]
         if not level:
             return
         if len(level) > MAX_WIDTH:
@@ -202,79 +208,71 @@ def _check_size(value: Any, where: str) -> None:
     raise DataError(f"{where}: more than {MAX_DEPTH} objects and lists nested in each other", NOT_WRITTEN_BY_A_RUN)
 
 
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-@dataclass(frozen=True, eq=False)
-class LoggedRun:
-    """A run with the metrics that it logged."""
-
-    run: Run
-    log: Log
-
-    @property
-    def name(self) -> str:
-        return self.run.name
-
-    @property
-    def seed(self) -> Any:
-        return self.run.training.get("seed")
-
-    @property
-    def data(self) -> dict[str, DataFile]:
-        """The data files of the latest start, by `train` and `val`."""
-        return dict(self.run.latest_start.data or {})
-
-    @property
-    def last_step(self) -> int:
-        """The last step that was logged; 0 if none was."""
-        return max((int(series.steps[-1]) for series in self.log.values() if len(series)), default=0)
-
-    def series(self, metric: str) -> Series:
-        """Return the values of a metric; an empty series if it was never logged."""
-        return self.log.get(metric, EMPTY)
-
-
 @dataclass(frozen=True, eq=False)
 class RunGroup:
     letter: str
     name: str
-    runs: tuple[LoggedRun, ...]
+    runs: tuple[Run, ...]
 
     @property
     def settings(self) -> dict[str, Any]:
-        return self.runs[0].run.settings
+        return self.runs[0].settings
 
     @property
     def seeds(self) -> str:
-        return ", ".join(str(run.seed) for run in self.runs)
+        return ", ".join(str(run.training.get("seed")) for run in self.runs)
 
 
-def read_logged_run(folder: Path) -> LoggedRun:
-    """Raise DataError if the folder is not that of a run, or if a file holds something that no run writes."""
-    return LoggedRun(read_run(folder), read_log(folder / METRICS))
+def read_logged_run(folder: Path) -> Run:
+    """Read a run with its metrics."""
+    return replace(read_run(folder), log=read_log(folder / METRICS))
 
 
-def group_runs(runs: Sequence[LoggedRun]) -> tuple[RunGroup, ...]:
-    """Return the groups in the order of their first runs. Raise DataError if a run is given twice or if there are
-    too many groups."""
-    _check_unique(runs)
-    members: dict[str, list[LoggedRun]] = {}
+def group_runs(runs: Sequence[Run]) -> tuple[RunGroup, ...]:
+    """Return the groups in the order of their first runs. Raise DataError if a run is given twice, if two have the
+    same settings and seed (a copy says nothing about other seeds), or if there are too many groups."""
+    members: dict[str, dict[str, Run]] = {}
+    folders = set()
     for run in runs:
-        members.setdefault(_identity(run), []).append(run)
+        if run.folder.resolve() in folders:
+            raise DataError(f"{run.folder}: given twice", "a run counts once; leave one out")
+        folders.add(run.folder.resolve())
+        identity, seeds = _identify(run)
+        group = members.setdefault(identity, {})
+        if other := group.get(seeds):
+            raise DataError(
+                f"{run.folder} and {other.folder}: the same settings, data and seed ({run.training.get('seed')})",
+                "they count as one run; leave one out, or give runs with other seeds",
+            )
+        group[seeds] = run
     if len(members) > len(LETTERS):
         raise DataError(
             f"{len(members)} groups of runs with different settings",
             f"a page compares up to {len(LETTERS)}; give fewer runs",
         )
-    for group in members.values():
-        _check_seeds(group)
-    names = _number_duplicates([_common_name(group) for group in members.values()])
-    return tuple(
-        RunGroup(letter, name, tuple(group))
-        for letter, name, group in zip(LETTERS, names, members.values(), strict=False)
-    )
+    groups: list[RunGroup] = []
+    for letter, group in zip(LETTERS, members.values(), strict=False):
+        name = _common_name([run.name for run in group.values()])
+        earlier = [_common_name([run.name for run in other.runs]) for other in groups].count(name)
+        groups.append(RunGroup(letter, f"{name} ({earlier + 1})" if earlier else name, tuple(group.values())))
+    return tuple(groups)
+
+
+def _identify(run: Run) -> tuple[str, str]:
+    """Return a text that is the same for all runs of a group, and one that differs between its seeds. The first
+    includes the hashes of the data: a file may have changed between two runs with the same settings."""
+    settings = flatten_settings(run.settings)
+    compared = {path: value for path, value in settings.items() if path not in (*SEEDS, *NAMES)}
+    hashes = {name: file.sha256 for name, file in sorted(run.data.items())}
+    return repr((sorted(compared.items(), key=itemgetter(0)), hashes)), repr([settings.get(p) for p in SEEDS])
+
+
+def _common_name(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    prefix = os.path.commonprefix(names)  # noqa: RUF071, letter by letter is meant
+    shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
+    return shared or f"{names[0]} and {len(names) - 1} more"
 
 
 def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -289,15 +287,8 @@ def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, A
                 fields = {name: field for name, field in item.items() if name != "name"}
                 flat |= flatten_settings(fields, f"{here}[{item.get('name', k)}]")
         else:
-            flat[here] = _hide_secret(str(key), value)
+            flat[here] = HIDDEN if isinstance(value, str) and SECRET.search(str(key)) else value
     return flat
-
-
-def hide_secrets(value: Any, key: str = "") -> Any:
-    """Return a copy of settings in which secrets are replaced by a remark."""
-    if isinstance(value, dict):
-        return {name: hide_secrets(child, str(name)) for name, child in value.items()}
-    return [hide_secrets(child) for child in value] if isinstance(value, list) else _hide_secret(key, value)
 
 
 def find_differences(groups: Sequence[RunGroup]) -> dict[str, tuple[Any, ...]]:
@@ -309,55 +300,7 @@ def find_differences(groups: Sequence[RunGroup]) -> dict[str, tuple[Any, ...]]:
     return {path: row for path, row in rows.items() if any(value != row[0] for value in row)}
 
 
-def _hide_secret(key: str, value: Any) -> Any:
-    return HIDDEN if isinstance(value, str) and SECRET.search(key) else value
-
-
-def _check_unique(runs: Sequence[LoggedRun]) -> None:
-    seen = set()
-    for logged in runs:
-        folder = logged.run.folder.resolve()
-        if folder in seen:
-            raise DataError(f"{logged.run.folder}: given twice", "a run counts once; leave one out")
-        seen.add(folder)
-
-
-def _check_seeds(group: Sequence[LoggedRun]) -> None:
-    """Raise DataError for a copy of a run: it says nothing about other seeds."""
-    seen: dict[str, LoggedRun] = {}
-    for logged in group:
-        settings = flatten_settings(logged.run.settings)
-        seeds = repr([settings.get(path) for path in SEEDS])
-        if other := seen.get(seeds):
-            raise DataError(
-                f"{logged.run.folder} and {other.run.folder}: the same settings, data and seed ({logged.seed})",
-                "they count as one run; leave one out, or give runs with other seeds",
-            )
-        seen[seeds] = logged
-
-
-def _identity(logged: LoggedRun) -> str:
-    """Return a text that is the same for all runs of a group. It includes the hashes of the data: a file may have
-    changed between two runs with the same settings."""
-    settings = flatten_settings(logged.run.settings)
-    compared = {path: value for path, value in settings.items() if path not in (*SEEDS, *NAMES)}
-    hashes = {name: file.sha256 for name, file in sorted(logged.data.items())}
-    return repr((sorted(compared.items(), key=itemgetter(0)), hashes))
-
-
-def _common_name(group: Sequence[LoggedRun]) -> str:
-    names = [run.name for run in group]
-    if len(names) == 1:
-        return names[0]
-    prefix = os.path.commonprefix(names)  # noqa: RUF071, letter by letter is meant
-    shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
-    return shared or f"{names[0]} and {len(names) - 1} more"
-
-
-def _number_duplicates(names: Sequence[str]) -> list[str]:
-    """Append a number to names that occurred before."""
-    unique: list[str] = []
-    for k, name in enumerate(names):
-        earlier = names[:k].count(name)
-        unique.append(f"{name} ({earlier + 1})" if earlier else name)
-    return unique
+def format_value(value: Any) -> str:
+    """Return the value of a setting as a table shows it."""
+    text = "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."

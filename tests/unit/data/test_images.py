@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.data.images import FORMATS, ImageError, read_image_facts, size_problem
 from coordexp.errors import DataError
-from coordexp.pages.images import explain_missing_image, make_thumbnail
+from coordexp.pages.cards import explain_missing_image, make_thumbnail
 from coordexp.rollout.prompt import open_image, read_image
 from coordexp.servers.answering import AllowedImages
 from coordexp.servers.protocol import Refusal

@@ -19,8 +19,8 @@ from coordexp.data.records import read_records
 from coordexp.data.split import split_records
 from coordexp.detect.image_files import find_images
 from coordexp.errors import DataError, UserError
-from coordexp.pages.images import make_thumbnail
-from coordexp.pages.records import read_cards
+from coordexp.pages.cards import make_thumbnail
+from coordexp.pages.records import view_records
 from coordexp.rollout.backend import ImageRef
 from coordexp.rollout.prompt import load_image
 from coordexp.servers.answering import AllowedImages
@@ -90,7 +90,7 @@ def test_training_prediction_servers_and_pages_refuse_an_image_that_is_no_file(t
     for read in (read_image_facts, make_thumbnail):
         with pytest.raises(OSError, match=REASON):
             read(file)
-    (card,) = read_cards(write_record(tmp_path, "a.png"), 1)
+    (card,) = view_records(write_record(tmp_path, "a.png"), 1)
     assert [problem.code for problem in card.problems] == ["image-unreadable"] and card.image is None
 
 
@@ -107,7 +107,7 @@ def test_records_are_not_read_from_what_is_no_file(tmp_path, odd):
     readers = [
         RecordFile,
         lambda path: list(read_records(path)),
-        lambda path: list(read_cards(path, 1)),
+        lambda path: list(view_records(path, 1)),
         partial(clean, target=other),
         lambda path: split_records(path, other, tmp_path / "more.jsonl", 0.5, None, 0, print),
     ]

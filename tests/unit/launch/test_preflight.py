@@ -16,8 +16,6 @@ from coordexp.config import World, load_settings
 from coordexp.demo.model import make_tokenizer
 from coordexp.errors import UserError
 from coordexp.launch import preflight, processes
-from coordexp.launch.fit import GpuSplit, PlannedModel, Planner, SampleSize
-from coordexp.launch.memory import GIB
 from coordexp.launch.plan import LaunchOptions, Part, Plan, PlannedServer, make_plan
 from coordexp.launch.preflight import DeviceMemory
 from tests.vocabularies import table
@@ -226,14 +224,6 @@ def test_missing_memory_is_reported(config):
     assert all("error" in found for found in severities[:3]) and severities[-1] == {"warning"}
     machine = [[problem.severity for problem in machine_memory_problems(config, free)] for free in (0.09, 0.2, 1)]
     assert machine == [["error"], ["warning"], []]
-
-
-def test_a_launch_and_a_plan_estimate_the_same_learner(config):
-    settings, folder = load(config), config.parent / "model"
-    need = preflight.estimate_needs(make_plan(settings, LaunchOptions("x", "0,1,2", "3")), settings, folder)[-1]
-    planner = Planner(PlannedModel.from_folder(folder), SampleSize(), GpuSplit((0, 1, 2), (3,)), 80 * GIB)
-    assert need.likely == planner.learner(settings).bytes
-    assert need.bytes == planner.learner(settings).least_bytes
 
 
 def test_a_model_that_the_formulas_are_not_for_is_not_estimated(config):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from coordexp.evaluate import write_predictions
 from coordexp.pages.curves import Series, collect_series
-from coordexp.pages.run_folder import STARTS, LoggedRun, Run, validate
+from coordexp.pages.run_folder import STARTS, Run, validate
 from coordexp.train.encode import StepIndex
 from tests.dumped import TRUTH, dumping
 
@@ -78,8 +78,8 @@ def write_evaluation(folder, step, truth, answers):
 def make_run(logged=None, tree=None, starts=None, folder="runs/one"):
     """Return a run in memory that logged these lines."""
     validated = tuple(validate(STARTS, [manifest()] if starts is None else starts, "run.json"))
-    run = Run(Path(folder), tree or settings(), validated)
-    return LoggedRun(run, collect_series([*lines(), END] if logged is None else logged, "metrics.jsonl"))
+    log = collect_series([*lines(), END] if logged is None else logged, "metrics.jsonl")
+    return Run(Path(folder), tree or settings(), validated, log)
 
 
 def make_series(*pairs):

@@ -1,9 +1,7 @@
 """The choice of the dumped examples that a page shows."""
 
-import itertools
 import json
 
-from coordexp.pages.live import compute_dump_stamp, last_dumped_step
 from coordexp.pages.rollouts import choose_examples
 
 
@@ -39,18 +37,6 @@ def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path)
     assert {example.record for example in chosen if example.followed} == {5, 6}
 
 
-def test_the_end_of_a_run_is_shown_however_many_examples_its_steps_have(tmp_path):
-    dump(tmp_path, 0, (5,))
-    for step in range(1, 100):
-        dump(tmp_path, step, (5, 6, 7, 8))
-        dump(tmp_path, step, (1, 2, 3, 4), "dumps/followed")
-    chosen, total = choose_examples(tmp_path, 20)
-    assert len(chosen) == 20 and total > 20
-    for followed in (True, False):
-        shown = [example.time[0] for example in chosen if (example.record < 5) == followed]
-        assert shown[-1] == 99 and max(late - early for early, late in itertools.pairwise(shown)) <= 12
-
-
 def test_followed_records_do_not_push_out_the_first_step_and_the_last(tmp_path):
     for step in range(10):
         dump(tmp_path, step, (1, 2, 3))
@@ -71,14 +57,3 @@ def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
     file = dump(tmp_path, 3)
     file.write_text(file.read_text() + '{"format": 1, "pla')
     assert len(choose_examples(tmp_path, 9)[0]) == 2
-
-
-def test_the_stamp_of_a_run_changes_when_it_dumps_more(tmp_path):
-    dump(tmp_path, 3)
-    before = compute_dump_stamp(tmp_path)
-    assert compute_dump_stamp(tmp_path) == before
-    file = dump(tmp_path, 4)
-    more = compute_dump_stamp(tmp_path)
-    assert more != before and last_dumped_step(tmp_path) == 5
-    file.with_name("trained-000004.jsonl").write_text("{}\n")
-    assert compute_dump_stamp(tmp_path) not in (before, more)

@@ -105,5 +105,8 @@ def test_class_names_are_marked_as_masked_when_the_objective_masks_them(folder, 
     ],
 )
 def test_a_soft_target_that_no_loss_on_rollouts_uses_is_not_drawn(change):
-    assert find_soft_target([COORD_REG]) == {"sigma": 8.0, "truncate": 24, "temperature": 1.0}
-    assert find_soft_target([COORD_REG | change]) is None
+    targets = [
+        find_soft_target({"rollout_matching": {"pipeline": {"objective": [module]}}})
+        for module in (COORD_REG, COORD_REG | change)
+    ]
+    assert targets == [{"sigma": 8.0, "truncate": 24, "temperature": 1.0}, None]

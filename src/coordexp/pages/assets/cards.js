@@ -1,7 +1,6 @@
 "use strict";
 // Filters, orders and pages through cards, enlarges images, hides kinds of shapes and low scores, and sorts tables. The
 // page can be read without it.
-const find = (id) => document.getElementById(id);
 const host = document.querySelector(".cards");
 const cards = [...document.querySelectorAll(".card")];
 const filters = [...document.querySelectorAll("[data-filter]")];
@@ -75,18 +74,14 @@ function highlight(event) {
 }
 
 // Shows a copy of an image, as large as the window allows. A click closes it, as Escape does.
-const dialog = document.createElement("dialog");
-dialog.className = "enlarged";
+const dialog = element("dialog", "enlarged");
 dialog.addEventListener("click", () => dialog.close());
 
 function enlarge(stage, name) {
   const copy = stage.cloneNode(true);
   const { width, height } = stage.querySelector("svg").viewBox.baseVal;
   copy.style.maxWidth = `${(88 * width) / height}vh`;
-  const close = document.createElement("button");
-  close.type = "button";
-  close.textContent = "Close";
-  copy.querySelector("button").replaceWith(close);
+  copy.querySelector("button").replaceWith(element("button", "", "Close", { type: "button" }));
   dialog.setAttribute("aria-label", name);
   dialog.replaceChildren(copy);
   dialog.showModal();
@@ -94,11 +89,7 @@ function enlarge(stage, name) {
 
 for (const stage of document.querySelectorAll(".card .stage")) {
   const name = stage.closest(".card").querySelector("h3").textContent;
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "Enlarge";
-  button.setAttribute("aria-label", `Enlarge ${name}`);
-  stage.append(button);
+  stage.append(element("button", "", "Enlarge", { type: "button", ariaLabel: `Enlarge ${name}` }));
   stage.addEventListener("click", () => enlarge(stage, name));
 }
 document.body.append(dialog);

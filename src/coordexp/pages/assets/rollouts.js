@@ -10,11 +10,9 @@ const head = (() => {
   }
 
   function drawKind(kind) {
-    const points = "2,3 34,3 34,15 2,15";
-    const lines = [svg("polygon", { class: "halo", points }), svg("polygon", { points })];
-    if (LEFT_OUT.has(kind)) lines.push(svg("line", { x1: 2, y1: 15, x2: 34, y2: 3 }));
+    const strike = LEFT_OUT.has(kind) ? [svg("line", { x1: 2, y1: 15, x2: 34, y2: 3 })] : [];
     const frame = { viewBox: "0 0 36 18", class: "sample", "aria-hidden": "true" };
-    return svg("svg", frame, svg("g", { class: `shape ${kind}` }, ...lines));
+    return svg("svg", frame, outline(kind, [2, 3, 34, 3, 34, 15, 2, 15], ...strike));
   }
 
   function show(entry, sample) {
@@ -41,7 +39,7 @@ const head = (() => {
     const words = [[data.countFound(entry), "matched"]];
     if (entry.missed) words.push([`${entry.missed} missed`, "missed"]);
     if (entry.extra) words.push([`${entry.extra} extra`, "extra"]);
-    if (entry.duplicates) words.push([`${countOf(entry.duplicates, "duplicate")} removed`, "extra"]);
+    if (entry.duplicate) words.push([`${countOf(entry.duplicate, "duplicate")} removed`, "extra"]);
     if (entry.removed) words.push([`${entry.removed} other extra removed`, "extra"]);
     if (entry.agreed) words.push([`${entry.agreed} agreed`, "agreed"]);
     if (entry.moved) words.push([`${entry.moved} moved`, "matched"]);
@@ -256,7 +254,6 @@ const inspector = (() => {
       for (const node of document.querySelectorAll(`[data-owner="${owner}"]`)) node.classList.add("lit");
     }
     find("stage").classList.toggle("dim", owners.size > 0);
-    strip.light(owners);
     const token = tokenOf(now);
     if (token !== null) detail.show(sample, token, byOwner);
   }
@@ -302,7 +299,7 @@ const inspector = (() => {
       o: objects.focus,
       m: matrix.focus,
       s: steps.focus,
-      "?": () => find("keys").showModal(),
+      "?": openKeys,
       Escape: clearHighlight,
     }[event.key];
     if (!action || (shown === undefined && event.key !== "?")) return;
@@ -337,7 +334,7 @@ const inspector = (() => {
     find("order").addEventListener("change", restart);
     find("back").addEventListener("click", () => step(-1));
     find("on").addEventListener("click", () => step(1));
-    find("help").addEventListener("click", () => find("keys").showModal());
+    find("help").addEventListener("click", openKeys);
     document.addEventListener("keydown", onKey);
     window.addEventListener("hashchange", follow);
     const target = (event) => {

@@ -1,27 +1,4 @@
 "use strict";
-// Helpers that create elements. Text from data is inserted as text, never as markup.
-const find = (id) => document.getElementById(id);
-
-// Content is text and nodes. Its last part may be an object of properties; `data` are data attributes.
-function element(name, style = "", ...content) {
-  const node = document.createElement(name);
-  if (style) node.className = style;
-  if (content.at(-1)?.constructor === Object) {
-    const { data: attributes, ...properties } = content.pop();
-    Object.assign(node, properties);
-    Object.assign(node.dataset, attributes);
-  }
-  node.append(...content);
-  return node;
-}
-
-function svg(name, attributes = {}, ...content) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
-  node.append(...content);
-  return node;
-}
-
 // A description is isolated from the words around it, in case its text runs from right to left.
 const describe = (desc) => (desc === null ? element("i", "", "no description") : element("bdi", "", desc));
 const clip = (text, most) => {
@@ -93,7 +70,6 @@ const LEFT_OUT = new Set(["duplicate", "removed"]);
 
 const data = (() => {
   const CACHED = 24; // parsed samples; the row of other steps needs half of them
-  const read = (id) => JSON.parse(find(id).textContent);
   const index = read("index");
   const parsed = new Map();
 
@@ -152,18 +128,10 @@ const data = (() => {
     sample.agreed.forEach((object, n) => {
       if (object.bins) all.push({ ...object, form: object.kind, owner: ownerOfAgreed(sample, n), kind: "agreed" });
     });
-    for (const shape of all) shape.box = box(shape.bins);
+    for (const shape of all) shape.box = edges(shape.bins);
     return all.sort((a, b) => area(b.box) - area(a.box));
   }
 
-  function box(bins) {
-    const ends = [Infinity, Infinity, -Infinity, -Infinity];
-    bins.forEach((bin, k) => {
-      ends[k % 2] = Math.min(ends[k % 2], bin);
-      ends[2 + (k % 2)] = Math.max(ends[2 + (k % 2)], bin);
-    });
-    return ends;
-  }
   const area = (ends) => (ends[2] - ends[0]) * (ends[3] - ends[1]);
 
   // For each owner, the indices of its tokens and of its coordinates. An object of a rebuilt answer may stand in the

@@ -13,15 +13,11 @@ const imageView = (() => {
     return over;
   }
 
-  function outline(shape, sample) {
+  function draw(shape, sample) {
     let bins = shape.bins;
     if (shape.form === "bbox_2d") bins = [bins[0], bins[1], bins[2], bins[1], bins[2], bins[3], bins[0], bins[3]];
-    const points = [];
-    for (let k = 0; k + 1 < bins.length; k += 2) {
-      points.push(`${toPixels(bins[k], sample.width).toFixed(2)},${toPixels(bins[k + 1], sample.height).toFixed(2)}`);
-    }
-    const lines = ["halo", ""].map((style) => svg("polygon", { class: style, points: points.join(" ") }));
-    return svg("g", { class: `shape ${shape.kind}` }, ...lines, ...strike(shape, sample));
+    const ring = bins.map((bin, k) => toPixels(bin, k % 2 ? sample.height : sample.width).toFixed(2));
+    return outline(shape.kind, ring, ...strike(shape, sample));
   }
 
   // A diagonal through a shape that the corrected answer leaves out.
@@ -58,7 +54,7 @@ const imageView = (() => {
     const shapes = data.shapes(sample);
     host.classList.toggle("many", shapes.length > MAX_NAMES);
     for (const shape of shapes) {
-      const group = outline(shape, sample);
+      const group = draw(shape, sample);
       group.dataset.owner = shape.owner;
       const moved = shape.change === "moved" ? `, moved: ${change(shape)}` : "";
       group.prepend(svg("title", {}, `${KINDS[shape.kind]}${moved}: ${clip(shape.desc ?? "", 200)}`));
@@ -87,7 +83,7 @@ const imageView = (() => {
 
   function small(host, entry, sample) {
     const over = frame(host, entry, sample);
-    for (const shape of data.shapes(sample)) over.append(outline(shape, sample));
+    for (const shape of data.shapes(sample)) over.append(draw(shape, sample));
   }
 
   // Lines where a coordinate was written and where it should be, and along the edge the probability of each bin.

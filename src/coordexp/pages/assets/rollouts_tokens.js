@@ -1,86 +1,29 @@
 "use strict";
-// The tokens of an answer, token line per object. Lines are grouped into chunks. Only chunks near the visible part have
-// elements; the others keep their height. One token is in the tab order, and its chunk always has elements.
+// The tokens of an answer, one line per object. One token is in the tab order.
 const strip = (() => {
-  const SIZE = 120; // approximate number of tokens in a chunk
+  const MAX_LINE = 240; // tokens; what belongs to no object can be longer
   const host = find("strip");
-  const near = new IntersectionObserver(
-    (entries) => entries.forEach((entry) => (entry.isIntersecting ? fill : empty)(chunks[entry.target.dataset.chunk])),
-    { root: host, rootMargin: "400px 0px" },
-  );
   let sample = null;
   let lines = []; // [first token, end]
-  let chunks = []; // {from, to, lines, box, height}
   let active = 0;
-  let lit = new Set();
 
   function show(next) {
     sample = next;
     lines = splitLines(sample.tokens);
-    chunks = groupLines(lines);
     active = 0;
-    lit = new Set();
-    near.disconnect();
-    host.replaceChildren(...chunks.map((chunk) => chunk.box));
+    host.replaceChildren(...lines.map(line));
     host.scrollTop = 0;
-    const width = Math.max(200, host.clientWidth - 130);
-    for (const chunk of chunks) {
-      chunk.height = estimateHeight(chunk, width);
-      chunk.box.style.height = `${chunk.height}px`;
-      near.observe(chunk.box);
-    }
   }
 
   // Begins a new line at every break. The opening brace stays with the first object.
   function splitLines({ ids, breaks }) {
-    const starts = breaks.filter((at) => at > 2 && at < ids.length);
-    const ends = [0, ...starts, ids.length];
+    const ends = [0, ...breaks.filter((at) => at > 2 && at < ids.length), ids.length];
     return ends.slice(1).flatMap((to, k) => {
       const parts = [];
-      for (let from = ends[k]; from < to; from += 2 * SIZE) parts.push([from, Math.min(to, from + 2 * SIZE)]);
+      for (let from = ends[k]; from < to; from += MAX_LINE) parts.push([from, Math.min(to, from + MAX_LINE)]);
       return parts;
     });
   }
-
-  function groupLines(all) {
-    const groups = [];
-    for (const line of all) {
-      const last = groups.at(-1);
-      if (last && line[1] - last.from <= SIZE) {
-        last.to = line[1];
-        last.lines.push(line);
-      } else {
-        const box = element("div", "chunk", { role: "presentation", data: { chunk: groups.length } });
-        groups.push({ from: line[0], to: line[1], lines: [line], box, height: 0 });
-      }
-    }
-    return groups;
-  }
-
-  function estimateHeight(chunk, width) {
-    let rows = 0;
-    for (const [from, to] of chunk.lines) {
-      let letters = 0;
-      for (let i = from; i < to; i += 1) letters += data.text(sample.tokens.ids[i]).length + 1;
-      rows += Math.max(1, Math.ceil((letters * 8) / width));
-    }
-    return rows * 25;
-  }
-
-  function fill(chunk) {
-    if (chunk.box.firstChild) return;
-    chunk.box.append(...chunk.lines.map(line));
-    chunk.box.style.height = "";
-  }
-
-  function empty(chunk) {
-    if (!chunk.box.firstChild || holds(chunk, active)) return;
-    chunk.height = chunk.box.offsetHeight;
-    chunk.box.style.height = `${chunk.height}px`;
-    chunk.box.replaceChildren();
-  }
-
-  const holds = (chunk, i) => chunk.from <= i && i < chunk.to;
 
   function line([from, to]) {
     const words = element("div", "words", { role: "presentation" });
@@ -90,13 +33,11 @@ const strip = (() => {
 
   // The outcome of the object on this line.
   function margin(from, to) {
-    const { owner } = sample.tokens;
-    let at = from;
-    while (at < to && owner[at] === -1) at += 1;
-    if (at === to) return element("span", "margin");
-    const object = data.describeOwner(sample, owner[at]);
-    const style = `margin ${object.state}${lit.has(owner[at]) ? " lit" : ""}`;
-    return element("span", style, outcome(object, at), { ariaHidden: "true", data: { owner: owner[at] } });
+    const owner = sample.tokens.owner.slice(from, to).find((one) => one !== -1);
+    if (owner === undefined) return element("span", "margin");
+    const object = data.describeOwner(sample, owner);
+    const at = sample.tokens.owner.indexOf(owner, from);
+    return element("span", `margin ${object.state}`, outcome(object, at), { ariaHidden: "true", data: { owner } });
   }
 
   // The end of an object that stands before the first change is not labelled again.
@@ -114,17 +55,16 @@ const strip = (() => {
   function token(i) {
     const { ids, roles, owner } = sample.tokens;
     const [style, name] = data.roles(sample)[roles[i]];
-    const node = element("span", `token ${style}`, data.text(ids[i]), {
+    const text = data.text(ids[i]);
+    const node = element("span", `token ${style}${data.isCoord(ids[i]) ? " bin" : ""}`, text, {
       role: "option",
       tabIndex: i === active ? 0 : -1,
       ariaSelected: String(i === active),
       ariaPosInSet: i + 1,
       ariaSetSize: ids.length,
+      ariaLabel: `${text.trim() || "space"}, ${name}`,
       data: { i, owner: owner[i] },
     });
-    node.classList.toggle("bin", data.isCoord(ids[i]));
-    node.classList.toggle("lit", lit.has(owner[i]));
-    node.ariaLabel = `${node.textContent.trim() || "space"}, ${name}`;
     if (sample.unlikely[i] !== undefined) {
       node.classList.add("unlikely");
       node.title = `should be unlikely here: ${data.text(sample.unlikely[i])}`;
@@ -139,12 +79,9 @@ const strip = (() => {
 
   // Moves the tab stop to a token and scrolls the strip to it.
   function reveal(i, focus = false) {
-    const before = tokenNode(active);
+    const [before, now] = [tokenNode(active), tokenNode(i)];
     active = i;
-    const chunk = chunks.find((candidate) => holds(candidate, i));
-    fill(chunk);
-    const now = tokenNode(i);
-    if (before && before !== now) before.ariaSelected = "false";
+    before.ariaSelected = "false";
     moveTabStop(before, now);
     now.ariaSelected = "true";
     const top = now.getBoundingClientRect().top - host.getBoundingClientRect().top;
@@ -186,11 +123,10 @@ const strip = (() => {
     go: (i) => reveal(i, true),
   });
 
-  const light = (owners) => (lit = owners);
-  return { show, light, reveal, focus: () => reveal(active, true), active: () => active };
+  return { show, reveal, focus: () => reveal(active, true), active: () => active };
 })();
 
-// The details of token token: what it is, how it is trained, and the distribution of a coordinate.
+// The details of a token: what it is, how it is trained, and the distribution of a coordinate.
 const detail = (() => {
   const MAX_LISTED = 12; // coordinates of an object
   const host = find("detail");

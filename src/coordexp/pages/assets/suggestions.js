@@ -1,8 +1,7 @@
 "use strict";
 // A person decides about one suggestion at a time. Decisions are kept in the browser, under the hash of the file of
 // suggestions, and saved as decisions.json. Text from data is inserted as text, never as markup.
-const find = (id) => document.getElementById(id);
-const index = JSON.parse(find("index").textContent);
+const index = read("index");
 const items = index.items.map(([id, image, desc, score, agreement, ring]) => ({ id, image, desc, score, agreement, ring }));
 const key = `coordexp-suggestions-${index.hash}`;
 const STATES = { accept: "accepted", reject: "rejected" };
@@ -10,13 +9,6 @@ let decisions = {};
 let matching = items;
 let at = 0;
 const history = []; // pairs of a suggestion and the decision that it had before
-
-function svg(name, attributes, ...content) {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [attribute, value] of Object.entries(attributes)) node.setAttribute(attribute, value);
-  node.append(...content);
-  return node;
-}
 
 // The browser may refuse to keep anything, for example in a private window.
 function keep() {
@@ -98,7 +90,7 @@ function show(item) {
 // The address of an image: its file, or a data URL inside the page.
 function address(image) {
   if (image.source) return image.source;
-  return image.element ? JSON.parse(find(image.element).textContent) : null;
+  return image.element ? read(image.element) : null;
 }
 
 function load(item) {
@@ -124,11 +116,6 @@ function surroundings(ring, { width, height }) {
   return [begin(left, right, width), begin(top, bottom, height), side, side];
 }
 
-function edges(ring) {
-  const [xs, ys] = [0, 1].map((axis) => ring.filter((_, k) => k % 2 === axis));
-  return [Math.min(...xs), Math.min(...ys), Math.max(...xs), Math.max(...ys)];
-}
-
 function picture(item, image, view) {
   const url = address(image);
   const size = { width: image.width, height: image.height, preserveAspectRatio: "none" };
@@ -141,23 +128,15 @@ function picture(item, image, view) {
   const kind = (other) => (decisions[other.id] === "accept" ? "accepted" : "other");
   return svg(
     "svg", { viewBox: view.join(" ") }, ...pixels,
-    ...image.labels.map(([desc, ring]) => shape(desc, ring, "label")),
-    ...others.map((other) => shape(other.desc, other.ring, kind(other))),
-    shape(item.desc, item.ring, "suggested"),
+    ...image.labels.map(([desc, ring]) => outline("label", ring, svg("title", {}, desc))),
+    ...others.map((other) => outline(kind(other), other.ring, svg("title", {}, other.desc))),
+    outline("suggested", item.ring, svg("title", {}, item.desc)),
   );
-}
-
-function shape(desc, ring, kind) {
-  const points = ring.map((value, k) => `${value}${k % 2 ? " " : ","}`).join("");
-  const title = svg("title", {}, desc);
-  return svg("g", { class: `shape ${kind}` }, title, svg("polygon", { class: "halo", points }), svg("polygon", { points }));
 }
 
 function tag(desc, ring, image, kind) {
   const [left, top, right, bottom] = edges(ring);
-  const node = document.createElement("span");
-  node.className = `tag ${kind}`;
-  node.textContent = desc;
+  const node = element("span", `tag ${kind}`, desc);
   if (left > 0.55 * image.width) node.style.right = `${100 - (100 * right) / image.width}%`;
   else node.style.left = `${Math.max(0, (100 * left) / image.width)}%`;
   // Below the suggestion and above a label, so that the two are readable if they overlap.
@@ -231,7 +210,7 @@ const KEYS = {
   l: () => find("decide").classList.toggle("bare"),
   ArrowLeft: () => goTo(at - 1),
   ArrowRight: () => goTo(at + 1),
-  "?": () => find("keys").showModal(),
+  "?": openKeys,
 };
 
 document.addEventListener("keydown", (event) => {
