@@ -65,20 +65,8 @@ const imageView = (() => {
     host.append(...shapes.filter((shape) => shape.kind !== "true").map((shape) => name(shape, height)));
     over.setAttribute("role", "img");
     over.setAttribute("aria-label", `${entry.matched} matched, ${entry.missed} missed, ${entry.extra} extra`);
-    numbering(shapes);
     find("remark").hidden = entry.remark === null;
     find("remark").textContent = entry.remark ?? "";
-  }
-
-  // Explains the numbers beside names with the first of each kind.
-  function numbering(shapes) {
-    const moved = shapes.find((shape) => shape.change === "moved");
-    const added = shapes.find((shape) => !LEFT_OUT.has(shape.kind) && shape.change !== "moved" && change(shape));
-    const parts = [];
-    if (added) parts.push(element("b", "", change(added)), ` added as object_${added.number}. `);
-    if (moved) parts.push(element("b", "", change(moved)), ` moved from ${moved.key} to object_${moved.number}.`);
-    find("numbering").hidden = !parts.length;
-    find("numbering").replaceChildren(...parts);
   }
 
   function small(host, entry, sample) {
