@@ -324,7 +324,7 @@ class Round:
         def calls(*paths: str) -> int:
             return sum(counter[path] for counter in seen for path in paths)
 
-        paths = {"rollout": ("/infer/",), "sync": ("/start_update/", "/update_flattened_params/")}.get(phase, ())
+        paths = {"rollout": ("/infer/",), "sync": ("/begin_update/", "/load_bucket/")}.get(phase, ())
         before = calls(*paths)
         if paths:
             return lambda: calls(*paths) > before

@@ -42,9 +42,9 @@ from coordexp.demo.model import Size, make_model
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import read_image_size
 from coordexp.rollout.start import EngineSetup
-from coordexp.rollout.weights import join
 from coordexp.servers.backend import ServerBackend
 from coordexp.servers.processes import stop_engine
+from coordexp.servers.transfer import join
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples/stage2-cpu/model"

@@ -18,10 +18,10 @@ from uuid import uuid4
 
 import torch
 
-from coordexp.rollout.weights import WeightGroup, check_metadata, join, unflatten
+from coordexp.servers.transfer import WeightGroup, check_metadata, join, unflatten
 
 CPU = torch.device("cpu")
-OWN_ROUTES = ("/version/", "/start_update/", "/finish_update/")  # ms-swift lacks them
+OWN_ROUTES = ("/version/", "/begin_update/", "/load_bucket/", "/finish_update/")  # ms-swift lacks them
 Action = Callable[["Handler"], bool]  # returns True if it has answered the request
 
 
@@ -114,7 +114,7 @@ class FakeRolloutServer:
 
     def start(self) -> None:
         """Start it with the weights of its checkpoint."""
-        self.boot, self.version = uuid4().hex, "default"
+        self.boot, self.version, self.sent_version = uuid4().hex, "default", ""
         self.weights: dict[str, torch.Tensor] = {}
         self.adapter: dict[str, Any] | None = None  # its config, as peft writes it
         self.plugin: dict[str, Any] | None = None  # the response of the route that our plugin adds to ms-swift
@@ -195,9 +195,8 @@ class FakeRolloutServer:
         timeout = body.get("timeout_s", 20)
 
         def join_as(rank: int) -> None:
-            self.groups[rank] = join(
-                body["host"], body["port"], rank, body["world_size"], CPU, timeout, self.is_swift
-            )
+            size = body["world_size"]
+            self.groups[rank] = join("127.0.0.1", body["port"], rank, size, CPU, timeout, self.is_swift)
 
         others = [
             threading.Thread(target=join_as, args=(rank,), daemon=True) for rank in range(1, self.world_size)
@@ -303,7 +302,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_version(self, body: dict[str, Any]) -> None:
         fake = self.fake
-        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 3, "devices": [], "lora": fake.lora}
+        fixed = {"server": "coordexp", "release": "0.1.0", "protocol": 4, "devices": [], "lora": fake.lora}
         now = {"world_size": fake.world_size, "max_model_len": fake.max_model_len, "boot": fake.boot}
         weights = {"weight_version": fake.version, "updating": False, "learner": fake.owner}
         facts = fixed | now | weights | fake.facts
@@ -334,7 +333,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"\n")
         fake.leave(body["group"])
 
-    def on_start_update(self, body: dict[str, Any]) -> None:
+    def on_begin_update(self, body: dict[str, Any]) -> None:
         if body["group"] != self.fake.owner:
             self.refuse(409, "other_group")
             return
@@ -343,20 +342,18 @@ class Handler(BaseHTTPRequestHandler):
             return
         if not body.get("adapter"):
             self.fake.base_changed = True
-        self.fake.weights, self.fake.ahead, self.fake.adapter = {}, None, None
+        self.fake.weights, self.fake.ahead, self.fake.adapter = {}, None, body.get("adapter")
+        self.fake.sent_version = body["version"]
         self.reply(200, {"message": "begun"})
 
-    def on_update_flattened_params(self, body: dict[str, Any]) -> None:
+    def on_load_bucket(self, body: dict[str, Any]) -> None:
         self.fake.receive(body["metadatas"], body.get("next_bytes", 0))
         self.reply(200, {"message": "taken"})
 
-    def on_update_adapter_flattened_param(self, body: dict[str, Any]) -> None:
-        self.fake.receive(body["metadatas"], 0)
-        self.fake.adapter = body["peft_config"]
-        self.reply(200, {"message": "taken"})
+    on_update_flattened_params = on_load_bucket
 
     def on_finish_update(self, body: dict[str, Any]) -> None:
-        self.fake.version = body["version"]
+        self.fake.version = self.fake.sent_version
         self.reply(200, {"weight_version": self.fake.version})
 
     def on_infer(self, body: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ IMPORTED_FOR_ENGINES = (
     "vllm.distributed.elastic_ep.elastic_execute", "transformers.tokenization_mistral_common",
     "torch._dynamo.backends.inductor", "torch._dynamo.backends.cudagraphs", "torch._inductor.compile_fx",
     "torch.distributed.tensor.experimental", "torch.export._trace", "sympy.combinatorics",
-    "coordexp.rollout.executor", "coordexp.rollout.repeat_guard", "coordexp.rollout.update",
+    "coordexp.rollout.repeat_guard", "coordexp.rollout.update",
     "coordexp.servers.app", "coordexp.servers.client", "coordexp.servers.worker",
 )  # fmt: skip
 ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's

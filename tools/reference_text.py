@@ -164,22 +164,20 @@ FIELDS = {
     "RequestConfig.logprobs": "true returns the log probability of every token",
     "RequestConfig.return_details": "true returns the token ids of prompt and answer",
     "RequestConfig.stream": "refused if true",
-    "WeightMessage.group": "the random name of the learner's group; null for a client of ms-swift",
+    "WeightMessage.group": "the random name of the learner's group",
     "JoinGroup.learner": "the learner's name, for messages",
-    "JoinGroup.host": "of ms-swift's client; has no effect: the group meets at the address of the server",
     "JoinGroup.port": "the port at which the sender and the workers meet",
     "JoinGroup.world_size": "the sender and all workers of the server",
     "JoinGroup.timeout_s": "seconds that an update may make no progress",
-    "StartUpdate.version": "the name of the new weights",
-    "StartUpdate.adapter": "true if a LoRA adapter follows instead of all weights",
-    "LoadBucket.metadatas": "name, shape, data type and place of every tensor in the bucket",
+    "BeginUpdate.version": "the name of the new weights",
+    "BeginUpdate.adapter": "the config of the LoRA adapter that is sent instead of all weights, as peft writes it",
+    "Metadata.name": "the name of the weight",
+    "Metadata.dtype": "its data type, such as `torch.bfloat16`",
+    "Metadata.shape": "its shape",
+    "Metadata.start_idx": "where its bytes begin in the bucket",
+    "Metadata.end_idx": "where they end",
+    "LoadBucket.metadatas": "the tensors in the bucket",
     "LoadBucket.next_bytes": "the size of the next bucket, so that it can be received meanwhile",
-    "LoadAdapterBucket.peft_config": "the adapter's config, as peft writes it",
-    "LoadAdapterBucket.metadatas": "as above",
-    "LoadTensor.name": "the name of the weight",
-    "LoadTensor.dtype": "its data type, such as `torch.bfloat16`",
-    "LoadTensor.shape": "its shape",
-    "FinishUpdate.version": "the version that the update began with",
     "ServerIdentity.server": "`coordexp`",
     "ServerIdentity.protocol": "the number of this protocol; both ends must have the same",
     "ServerIdentity.release": "the release of the server",
@@ -217,24 +215,14 @@ FIELDS = {
 }
 
 # What a route does, where its handler does not say it.
-_SWIFT = "For clients of ms-swift, whose groups have no name: "
 ROUTES = {
     "/metrics": "The metrics of the server and of vLLM, for Prometheus.",
     "/get_world_size/": "The number of workers, as `WorldSize`.",
-    "/init_communicator/": "Let the workers meet the rank that sends weights. If its group has a name, the server "
-    "is this learner's as long as the connection is open.",
-    "/close_communicator/": "Leave that group.",
-    "/start_update/": "Begin to send weights. The server answers nothing until they are complete.",
-    "/update_flattened_params/": "Receive one bucket of weights through the group.",
-    "/update_adapter_flattened_param/": "Receive the weights of a LoRA adapter through the group.",
+    "/init_communicator/": "Let the workers meet the rank that sends weights. The server is this learner's as "
+    "long as the connection is open.",
+    "/begin_update/": "Begin to send weights. The server answers nothing until they are complete.",
+    "/load_bucket/": "Receive one bucket of weights through the group.",
     "/finish_update/": "Check that every weight has arrived, clear caches, and commit the version.",
-    "/get_model_state_keys/": f"{_SWIFT}the names of the weights.",
-    "/get_engine_type/": f"{_SWIFT}the kind of engine.",
-    "/update_named_param/": f"{_SWIFT}receive one weight.",
-    "/process_weights_after_loading/": f"{_SWIFT}commit the weights.",
-    "/reset_prefix_cache/": f"{_SWIFT}commit the weights and clear all caches.",
-    "/reset_mm_cache/": f"{_SWIFT}commit the weights and clear all caches.",
-    "/reset_encoder_cache/": f"{_SWIFT}commit the weights and clear all caches.",
 }
 
 RECORD_KEYS = {

@@ -5,12 +5,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from coordexp.child_processes import find_segments
+SEGMENTS = "/dev/shm/psm_"  # Python's names for shared memory, which vLLM's message queues use
 
 
 class Leavings:
@@ -42,6 +42,15 @@ class Leavings:
     def left(self) -> list[str]:
         """Return what is left now. The folder of an engine goes a moment after the engine itself."""
         return self.files() + sorted(name for name in self.segments if Path(name).exists())
+
+
+def find_segments(pid: int) -> set[str]:
+    """Return the files of the shared memory that a process has mapped; nothing if it has ended."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = {line.split(maxsplit=5)[-1] for line in lines if SEGMENTS in line}
+    return {name for name in names if name.startswith(SEGMENTS) and not name.endswith("(deleted)")}
 
 
 @contextmanager

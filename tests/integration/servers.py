@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.rollout.weights import flatten, join
+from coordexp.servers.transfer import flatten, join
 from coordexp.train.learner import learner_weights
 from tests.integration.stage2_runs import MODEL, Started, config, draw, started
 
@@ -163,7 +163,7 @@ def assert_ok(answer: httpx.Response) -> None:
 
 
 class PlainClient:
-    """A client of the ms-swift contract, written from its description. In a named group, it is our learner."""
+    """A learner that speaks plain HTTP, and asks as clients of ms-swift do."""
 
     def __init__(self, url: str, port: int, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -180,19 +180,17 @@ class PlainClient:
         assert answer.status_code == 200, answer.text
         return list(answer.json())
 
-    def join(self, group: str | None = None, **more: Any) -> httpx.Response:
-        """Join a group. The response to a named one stays open, and `leave` closes it."""
+    def join(self, group: str, **more: Any) -> httpx.Response:
+        """Join a group. The response stays open, and `leave` closes it."""
         self.leave()
         size = int(self.http.get("/get_world_size/").json()["world_size"]) + 1
-        body = {"host": "0.0.0.0", "port": self.port, "world_size": size, "learner": "test:1", **more}
-        body |= {"group": group} if group else {}
+        body = {"group": group, "port": self.port, "world_size": size, "learner": "test:1", **more}
         request = self.http.build_request("POST", "/init_communicator/", json=body)
-        with concurrently(lambda: self.http.send(request, stream=group is not None)) as answer:
-            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0, group is None)
-        if group is not None:
-            lines = answer[0].iter_lines()
-            assert (next(lines), next(lines)) == ('{"message": "taken"}', '{"message": "joined"}')
-            self.held, self._lines = answer[0], lines  # the connection closes with them
+        with concurrently(lambda: self.http.send(request, stream=True)) as answer:
+            self.group = join("127.0.0.1", self.port, size - 1, size, torch.device("cpu"), 20.0)
+        lines = answer[0].iter_lines()
+        assert (next(lines), next(lines)) == ('{"message": "taken"}', '{"message": "joined"}')
+        self.held, self._lines = answer[0], lines  # the connection closes with them
         return answer[0]
 
     def leave(self) -> None:
@@ -202,17 +200,17 @@ class PlainClient:
                 wait_for(lambda: self.http.get("/version/").json()["learner"] is None, 20)
         self.held = None
 
-    def send(self, weights: Sequence[tuple[str, Tensor]], **more: Any) -> httpx.Response:
+    def send(self, weights: Iterable[tuple[str, Tensor]], **more: Any) -> httpx.Response:
         metadatas, buffer = flatten(weights, torch.empty(0, dtype=torch.uint8))
         body = {"metadatas": metadatas, **more}
-        with concurrently(lambda: self.post("/update_flattened_params/", **body)) as answer:
+        with concurrently(lambda: self.post("/load_bucket/", **body)) as answer:
             self.group.broadcast(buffer)
         return answer[0]
 
-    def update(self, weights: Sequence[tuple[str, Tensor]], version: str, group: str) -> None:
-        assert_ok(self.post("/start_update/", group=group, version=version))
+    def update(self, weights: Iterable[tuple[str, Tensor]], version: str, group: str, **more: Any) -> None:
+        assert_ok(self.post("/begin_update/", group=group, version=version, **more))
         assert_ok(self.send(weights, group=group))
-        assert_ok(self.post("/finish_update/", group=group, version=version))
+        assert_ok(self.post("/finish_update/", group=group))
 
     @contextmanager
     def learner(self, name: str) -> Iterator[str]:

@@ -20,7 +20,6 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout import colocate, load, update
 from coordexp.rollout.backend import Weights
-from coordexp.rollout.load import ModelReload
 from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
 from tests.integration.answers import whole_model
@@ -56,17 +55,17 @@ class Updates:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.adapters: list[int] = []
         self.whole = 0
-        self._build, self._load = update.build_adapter, ModelReload.load
+        self._build, self._load = update.build_adapter, update.load_all
         patch.setattr(update, "build_adapter", self._spied_build)
-        patch.setattr(ModelReload, "load", lambda reload, weights: self._spied_load(reload, weights))
+        patch.setattr(update, "load_all", self._spied_load)
 
     def _spied_build(self, manager: Any, tensors: dict[str, Tensor], *given: Any) -> Any:
         self.adapters.append(sum(tensor.nbytes for tensor in tensors.values()))
         return self._build(manager, tensors, *given)
 
-    def _spied_load(self, reload: ModelReload, weights: Any) -> None:
+    def _spied_load(self, runner: Any, weights: Any) -> None:
         self.whole += 1
-        self._load(reload, weights)
+        self._load(runner, weights)
 
 
 def learn(colocation: Colocation, adapter: Adapter = LORA) -> torch.optim.Optimizer:

@@ -17,9 +17,8 @@ from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
-from coordexp.rollout import load
+from coordexp.rollout import load, update
 from coordexp.rollout.backend import Request
-from coordexp.rollout.load import ModelReload
 from coordexp.rollout.update import EngineUpdates
 from coordexp.train.learner import with_adapter
 from coordexp.train.offload import offload_learner
@@ -145,7 +144,7 @@ def fault_nothing_is_sent(colocation: Colocation, patch: pytest.MonkeyPatch) -> 
 
 def fault_no_weights_arrive(colocation: Colocation, patch: pytest.MonkeyPatch) -> None:
     """Everything else of the sync is done."""
-    patch.setattr(ModelReload, "load", lambda self, weights: None)
+    patch.setattr(update, "load_all", lambda runner, weights: None)
 
 
 def fault_cache_stays(name: str) -> Callable[[Colocation, pytest.MonkeyPatch], None]:

@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from coordexp.answers.table import VocabularyTable
-from coordexp.child_processes import find_segments
 from coordexp.config import World, load_settings
 from coordexp.errors import EngineError
 from coordexp.rollout.start import EngineSetup, start_engine
 from coordexp.train.stopping import START_GRACE
-from tests.integration.leavings import leavings
+from tests.integration.leavings import find_segments, leavings
 from tests.integration.servers import wait_for
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
 from tests.unit.rollout.ranks import run_ranks

@@ -48,7 +48,7 @@ def ask(backend: VllmBackend, image: ImageRef, decode: Decode) -> list[tuple[int
 
 def check_sleep(backend: VllmBackend, image: ImageRef) -> None:
     """Check that vLLM answers the same after its sleep. On a CPU it goes through its states and frees nothing."""
-    memory = EngineUpdates(backend.engine, sleeps=True).memory
+    memory = EngineUpdates(backend.engine, sleeps=True)
     executor = backend.engine.llm_engine.model_executor
     expected = ask(backend, image, Decode.greedy(8))
     memory.sleep()

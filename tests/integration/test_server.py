@@ -1,4 +1,4 @@
-"""A real rollout server, used as ms-swift's clients do: with plain HTTP and a real group for the weights."""
+"""A real rollout server, asked as clients of ms-swift ask it: with plain HTTP. Weights come from a real group."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.guard import KeyCounter, key_pattern, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
-from coordexp.rollout.weights import flatten
+from coordexp.servers.transfer import flatten
 from tests.integration.servers import (
     GREEDY,
     GUARD,
@@ -73,9 +73,6 @@ def test_the_recorded_calls_of_an_ms_swift_client_are_answered_in_its_form(clien
     http = client.http
     assert http.get("/health/").status_code == 200
     assert http.get("/get_world_size/").json() == {"world_size": 1}
-    assert http.post("/get_engine_type/").json()["engine_type"] == "AsyncLLMEngine"
-    keys = http.get("/get_model_state_keys/").json()["keys"]
-    assert any("embed_tokens" in name for name in keys)
     request = {
         "messages": [{"role": "user", "content": "<image>Detect all objects."}],
         "images": [fleet.images()[0]],
@@ -144,27 +141,6 @@ def test_a_bad_request_fails_alone_with_a_reason(client, fleet):
 LONG = {"role": "user", "content": "<image>" + "Detect all objects. " * 200}
 
 
-def test_a_server_with_the_weights_of_a_plain_client_answers_as_transformers_does(client, fleet):
-    """Without a name, a start or a finish: one tensor by name, the others in two buckets."""
-    weights = model_weights(0.3)
-    assert_ok(client.join())
-    name, alone = weights[0]
-    metadata = {"name": name, "dtype": str(alone.dtype), "shape": list(alone.shape)}
-    with concurrently(lambda: client.post("/update_named_param/", **metadata)) as answer:
-        client.group.broadcast(flatten([weights[0]], torch.empty(0, dtype=torch.uint8))[1])
-    assert_ok(answer[0])
-    half = len(weights) // 2
-    for bucket in (weights[1:half], weights[half:]):
-        assert_ok(client.send(bucket))
-    for path in ("process_weights_after_loading", "reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache"):
-        assert_ok(client.post(f"/{path}/"))
-    images = fleet.images()[:8]
-    items = client.infer([infer_request(image, guard=False) for image in images])
-    assert {item["rollout_infos"]["weight_version"] for item in items} == {"plain-1"}
-    assert [ids(item) for item in items] == answer_with_transformers(weights, images)
-    assert_ok(client.post("/close_communicator/"))
-
-
 def test_a_learner_that_leaves_half_way_is_replaced_and_its_weights_are_never_used(client, fleet):
     weights, request = model_weights(), [infer_request(fleet.images()[0])]
     before = client.infer(request)
@@ -173,7 +149,7 @@ def test_a_learner_that_leaves_half_way_is_replaced_and_its_weights_are_never_us
         body = {"group": "second", "port": client.port, "world_size": 2}
         second = httpx.post(f"{client.url}/init_communicator/", json=body, trust_env=False, timeout=30)
         assert second.status_code == 409 and "test:1" in second.text
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         assert_ok(client.send(weights[:20], group=group))
     wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     refused = client.post("/infer/", infer_requests=request, request_config=GREEDY)
@@ -188,7 +164,7 @@ def test_a_learner_that_leaves_half_way_is_replaced_and_its_weights_are_never_us
 
 def leave_out_a_weight(client: PlainClient, weights: Any, group: str) -> httpx.Response:
     assert_ok(client.send(weights[1:], group=group))
-    return client.post("/finish_update/", group=group, version="1")
+    return client.post("/finish_update/", group=group)
 
 
 def cut_off_a_row(client: PlainClient, weights: Any, group: str) -> httpx.Response:
@@ -208,7 +184,7 @@ def send_another_number_of_bytes(client: PlainClient, weights: Any, group: str, 
     metadatas, buffer = flatten(weights, torch.empty(0, dtype=torch.uint8))
     size, body = buffer.numel(), {"group": group, "metadatas": metadatas}
     says = f"this end expects a bucket of {size + more} bytes, and the other end one of {size} bytes"
-    send = concurrently(lambda: client.post("/update_flattened_params/", **body))
+    send = concurrently(lambda: client.post("/load_bucket/", **body))
     with send as answer, pytest.raises(ValueError, match=says):
         client.group.broadcast(torch.cat([buffer, buffer])[: size + more])
     return answer[0]
@@ -216,7 +192,7 @@ def send_another_number_of_bytes(client: PlainClient, weights: Any, group: str, 
 
 def send_nothing(client: PlainClient, weights: Any, group: str) -> httpx.Response:
     metadatas, _ = flatten(weights, torch.empty(0, dtype=torch.uint8))
-    return client.post("/update_flattened_params/", group=group, metadatas=metadatas)
+    return client.post("/load_bucket/", group=group, metadatas=metadatas)
 
 
 FAULTS = {
@@ -237,7 +213,7 @@ def test_an_update_that_fails_is_refused_in_time_and_the_server_takes_whole_weig
     before = [ids(item) for item in client.infer(request)]
     with client.learner("learner") as group:
         assert_ok(client.join(group=group, timeout_s=3.0))
-        assert_ok(client.post("/start_update/", group=group, version="1"))
+        assert_ok(client.post("/begin_update/", group=group, version="1"))
         began = time.monotonic()
         error = fault(client, weights, group).json()["error"]
         assert time.monotonic() - began < 8
@@ -272,9 +248,9 @@ def test_an_update_during_32_running_requests_mixes_no_versions(client, fleet):
         for caller in callers[:2]:
             caller.start()
         wait_for(lambda: "coordexp_running_requests 0.0" not in client.http.get("/metrics").text, 20)
-        with concurrently(lambda: client.post("/start_update/", group=group, version="later")) as first:
+        with concurrently(lambda: client.post("/begin_update/", group=group, version="later")) as first:
             wait_for(lambda: client.http.get("/version/").json()["updating"], 20)
-            second = client.post("/start_update/", group=group, version="other")
+            second = client.post("/begin_update/", group=group, version="other")
             for caller in callers[2:]:
                 caller.start()
         assert_ok(first[0])
@@ -391,9 +367,9 @@ def test_two_workers_that_share_a_model_take_weights_and_fail_together(tmp_path_
                 items = client.infer([infer_request(image, guard=False) for image in images])
                 assert [ids(item) for item in items] == answer_with_transformers(weights, images)
                 if version == "1":
-                    assert_ok(client.post("/start_update/", group=group, version="2"))
+                    assert_ok(client.post("/begin_update/", group=group, version="2"))
                     assert_ok(client.send(weights[:9], group=group))
-                    error = client.post("/finish_update/", group=group, version="2").json()["error"]
+                    error = client.post("/finish_update/", group=group).json()["error"]
                     assert error["code"] == "update_failed" and "were not sent" in error["message"]
                     client.group.close()
                     assert_ok(client.join(group=group))

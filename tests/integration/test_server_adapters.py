@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
@@ -12,11 +11,10 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Adapter
-from coordexp.rollout.backend import AdapterWeights, Decode, ImageRef, Request, find_differences
+from coordexp.rollout.backend import Decode, ImageRef, Request, find_differences
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, read_image_size
 from coordexp.rollout.start import EngineSetup
-from coordexp.rollout.weights import flatten
 from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from tests.integration.servers import (
@@ -24,7 +22,6 @@ from tests.integration.servers import (
     Fleet,
     PlainClient,
     assert_ok,
-    concurrently,
     infer_request,
     model_weights,
     wait_for,
@@ -73,19 +70,9 @@ def expected(model: Any, images: list[str]) -> list[list[int]]:
     return answer_with_transformers(list(learner_weights(model)), images)
 
 
-def send(client: PlainClient, adapter: AdapterWeights, **more: Any) -> httpx.Response:
-    config, weights = adapter
-    metadatas, buffer = flatten(weights, torch.empty(0, dtype=torch.uint8))
-    body = {"peft_config": config, "metadatas": metadatas, **more}
-    with concurrently(lambda: client.post("/update_adapter_flattened_param/", **body)) as answer:
-        client.group.broadcast(buffer)
-    return answer[0]
-
-
 def update(client: PlainClient, model: Any, version: str, group: str) -> None:
-    assert_ok(client.post("/start_update/", group=group, version=version, adapter=True))
-    assert_ok(send(client, learner_adapter(model), group=group))
-    assert_ok(client.post("/finish_update/", group=group, version=version))
+    config, weights = learner_adapter(model)
+    client.update(weights, version, group, adapter=config)
 
 
 def reported(client: PlainClient) -> tuple[str | None, str]:
@@ -125,13 +112,14 @@ def test_an_adapter_that_fails_leaves_the_answers_as_they_were(client, adapting)
         large = learner_adapter(adapted(4, adapter=LORA.model_copy(update={"rank": 16})))
         config, weights = learner_adapter(adapted(4))
         strange = (config, ((name.replace("v_proj", "w_proj"), weight) for name, weight in weights))
-        for refused in (large, strange):
-            assert_ok(client.post("/start_update/", group=group, version="4", adapter=True))
-            assert_ok(send(client, refused, group=group))
-            answer = client.post("/finish_update/", group=group, version="4")
+        for refused, weights in (large, strange):
+            assert_ok(client.post("/begin_update/", group=group, version="4", adapter=refused))
+            assert_ok(client.send(weights, group=group))
+            answer = client.post("/finish_update/", group=group)
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "adapter_refused"), answer.text
-        assert_ok(client.post("/start_update/", group=group, version="5", adapter=True))
-        assert_ok(send(client, learner_adapter(adapted(5)), group=group))
+        config, weights = learner_adapter(adapted(5))
+        assert_ok(client.post("/begin_update/", group=group, version="5", adapter=config))
+        assert_ok(client.send(weights, group=group))
     wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     assert reported(client) == ("3", "original")
     assert answers(client, images) == expected(model, images)
@@ -153,7 +141,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
         assert find_differences(backend.reference.generate(requests), rollouts, "float32") == []
         return events[-2]["sync_mode"]
 
-    assert sync(1) == "adapter" and reported(client) == (backend._name_version(1), "original")
+    assert sync(1) == "adapter" and reported(client) == (backend.asker.name_version(1), "original")
     backend.close()
     wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     with client.learner("somebody") as group:
@@ -164,7 +152,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
     backend = _learner(adapting, lambda: model, messages, events)
     for version, seed in ((2, 8), (3, 9)):
         model = adapted(seed)
-        assert sync(version) == "full" and reported(client) == (backend._name_version(version), "changed")
+        assert sync(version) == "full" and reported(client) == (backend.asker.name_version(version), "changed")
     backend.close()
     (warning,) = [message for message in messages if message.startswith("warning")]
     assert "base_changed" in warning and events[-2]["fallbacks"] == [warning]

@@ -33,8 +33,8 @@ COORDINATED = """
 import os, time
 from vllm.config import ParallelConfig
 from vllm.v1.engine.coordinator import DPCoordinator
-from coordexp.servers.processes import OWNER, tied_to_owner
-os.environ |= {OWNER: str(os.getpid()), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+from coordexp.servers.processes import tied_to_owner
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 with tied_to_owner():
     coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2, data_parallel_size_local=2))
 print("coordinated", flush=True)

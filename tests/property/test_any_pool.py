@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordexp.config.rollout import capacity_shortage, requests_per_rank
-from coordexp.servers.pool import Loss, Pool, Up, Window, split_count
+from coordexp.servers.pool import Loss, Pool, Window, split_count
 from tests.examples import examples
 
 SIZES = st.lists(st.integers(1, 8), min_size=1, max_size=9)
@@ -252,4 +252,4 @@ def test_the_first_reason_of_a_loss_is_kept_until_an_attempt_to_bring_it_back_fa
     pool = ready([1, 1]).mark_lost(0, Loss("killed")).mark_lost(0, Loss("refused"))
     assert pool.out == {0: Loss("killed")}
     assert pool.mark_failed(0, Loss("another model")).out == {0: Loss("another model")}
-    assert pool.states[1] == Up(3)
+    assert pool.states[1] == 3

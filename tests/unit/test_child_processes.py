@@ -1,15 +1,12 @@
-"""Sockets, files and shared memory of killed processes are removed, and those of other processes are not."""
+"""Sockets, files and shared memory of killed processes are removed."""
 
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 
 import psutil
@@ -21,13 +18,11 @@ from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(60)
 
-# Maps a segment of its own and a given one, makes a socket, prints their names, and waits.
+# Makes shared memory and a socket, prints their names, and waits.
 PART = """
-import os, socket, sys, time
-from multiprocessing import resource_tracker, shared_memory
-own, other = shared_memory.SharedMemory(create=True, size=64), shared_memory.SharedMemory(name=sys.argv[1])
-resource_tracker.unregister(own._name, "shared_memory")
-resource_tracker.unregister(other._name, "shared_memory")
+import os, socket, time
+from multiprocessing import shared_memory
+own = shared_memory.SharedMemory(create=True, size=64)
 folder = os.environ["COORDEXP_RUN_FOLDER"]
 socket.socket(socket.AF_UNIX).bind(folder + "/socket")
 print(own.name, folder, os.getpid(), flush=True)
@@ -36,21 +31,11 @@ time.sleep(600)
 
 
 @pytest.fixture
-def segment() -> Iterator[shared_memory.SharedMemory]:
-    """A segment of shared memory that belongs to this process."""
-    memory = shared_memory.SharedMemory(create=True, size=64)
-    yield memory
-    memory.close()
-    memory.unlink()
-
-
-@pytest.fixture
-def part(segment) -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
+def part() -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
     """A tether, and the segment, the folder and the process id of the part below it."""
     made = child_processes.make_folder()
-    words = ["-m", "coordexp.launch.tether", "--", sys.executable, "-c", PART, segment.name]
     tether = subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, "-m", "coordexp.launch.tether", "--", sys.executable, "-c", PART],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -64,29 +49,19 @@ def part(segment) -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
     tether.stdout.close()
 
 
-def test_a_part_whose_starter_is_gone_leaves_no_sockets_or_memory_and_the_memory_of_others_stays(part, segment):
-    tether, own, folder, _ = part
-    assert own.exists() and (folder / "socket").is_socket()
+def test_a_part_whose_starter_is_gone_leaves_no_sockets_or_memory(part):
+    tether, segment, folder, _ = part
+    assert segment.exists() and (folder / "socket").is_socket()
     tether.stdin.close()
     tether.wait(20)
-    assert not own.exists() and not folder.exists()
-    assert Path("/dev/shm", segment.name).exists()
+    assert not segment.exists() and not folder.exists()
 
 
-def test_a_folder_is_removed_when_its_part_is_killed(part):
-    tether, _, folder, pid = part
+def test_a_part_that_is_killed_leaves_no_sockets_or_memory(part):
+    tether, segment, folder, pid = part
     os.kill(pid, signal.SIGKILL)
     tether.wait(20)
-    assert not folder.exists()
-
-
-def test_the_mapped_segments_of_a_process_are_found(segment):
-    assert f"/dev/shm/{segment.name}" in child_processes.find_segments(os.getpid())
-    gone = shared_memory.SharedMemory(create=True, size=64)
-    gone.unlink()
-    assert f"/dev/shm/{gone.name}" not in child_processes.find_segments(os.getpid())
-    gone.close()
-    assert child_processes.find_segments(2**22 + 1) == set()
+    assert not segment.exists() and not folder.exists()
 
 
 def test_processes_are_found_by_a_variable_of_their_environment_while_they_live():
@@ -118,69 +93,33 @@ def test_processes_are_found_by_a_variable_of_their_environment_while_they_live(
         child.communicate()
 
 
-# Makes a segment that two children of an engine use, and kills one of them while the engine would start. Prints
-# the segment and the child that lives, and ends.
 OWNER = """
-import subprocess, sys, time
-from coordexp.child_processes import recording_segments
-MAP = "import sys, time\\nfrom multiprocessing import resource_tracker, shared_memory\\n"
-MAP += "own = shared_memory.SharedMemory(**eval(sys.argv[1]))\\n"
-MAP += "resource_tracker.unregister(own._name, 'shared_memory')\\nprint(own.name, flush=True)\\ntime.sleep(600)"
-def start(options):
-    words = [sys.executable, "-c", MAP, repr(options)]
-    quiet = subprocess.DEVNULL
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True)
-    return child, child.stdout.readline().strip()
-with recording_segments(interval=0.01):
-    first, name = start({"create": True, "size": 64})
-    second, _ = start({"name": name})
-    time.sleep(1)
-    first.kill()
-    first.wait()
-print(name, second.pid)
+import time
+from coordexp.child_processes import engine_folder
+print(engine_folder(), flush=True)
+time.sleep(60)
 """
 
 
-def test_the_memory_of_a_process_that_is_killed_while_an_engine_starts_is_removed_by_its_owner():
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
-    owner = subprocess.run([sys.executable, "-c", OWNER], capture_output=True, text=True, env=environment)
-    assert owner.returncode == 0, owner.stderr
-    name, living = owner.stdout.split()
-    os.kill(int(living), signal.SIGKILL)
-    assert not Path("/dev/shm", name).exists()
-
-
-def test_a_segment_that_a_living_process_has_mapped_is_not_removed(segment):
-    left = shared_memory.SharedMemory(create=True, size=64)
-    left.close()
-    names = {f"/dev/shm/{memory.name}" for memory in (segment, left)}
-    child_processes.remove_unused_segments(names)
-    assert [name for name in names if Path(name).exists()] == [f"/dev/shm/{segment.name}"]
-    resource_tracker.unregister(f"/{left.name}", "shared_memory")
-    child_processes.remove_unused_segments(set())
-
-
-def test_the_folder_of_an_engine_is_removed_while_the_engine_still_makes_files(tmp_path, monkeypatch):
-    folder, ended = tmp_path / "engine", threading.Event()
-    folder.mkdir()
-    monkeypatch.setenv("COORDEXP_ENGINE_FOLDER", str(folder))
-
-    def make_files() -> None:
-        while not ended.is_set():
-            with suppress(FileNotFoundError):
-                (folder / str(time.monotonic_ns())).touch()
-
-    engine = threading.Thread(target=make_files)
-    engine.start()
-    try:
-        while not any(folder.iterdir()):
-            time.sleep(0.01)
-        child_processes.remove_engine_folder()
-        assert list(tmp_path.iterdir()) == []
-        child_processes.remove_engine_folder()  # another process of the engine, which comes later
-    finally:
-        ended.set()
-        engine.join()
+@pytest.mark.parametrize("is_below_a_tether", [False, True])
+def test_the_folder_of_an_engine_is_removed_when_its_owner_is_killed(tmp_path, is_below_a_tether):
+    above = tmp_path / "run"
+    above.mkdir()
+    variables = {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
+    variables |= {child_processes.RUN_FOLDER: str(above)} if is_below_a_tether else {}
+    words = [sys.executable, "-c", OWNER]
+    owner = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
+    assert owner.stdout is not None
+    with owner.stdout as shown:
+        folder = Path(shown.readline().strip())
+    assert folder.is_dir() and folder.is_relative_to(above) == is_below_a_tether
+    (folder / "socket").touch()
+    owner.kill()
+    owner.wait()
+    until = time.monotonic() + 20
+    while (folder.exists() or (is_below_a_tether and above.exists())) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists() and above.exists() != is_below_a_tether
 
 
 def test_a_folder_has_a_name_that_is_short_enough_for_a_socket_of_an_engine_in_it(tmp_path, monkeypatch):

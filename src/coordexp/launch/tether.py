@@ -3,8 +3,8 @@
 Standard input is a pipe that only the starter holds open. When it closes, however the starter ended, the tether
 kills the command and everything that came from it. Processes that the command leaves when it ends are killed too.
 None can escape: a process that loses its parent becomes a child of the tether, whatever its session is. SIGTERM is
-passed on to the command. At the end the tether removes the sockets, temporary files and shared memory of the
-engines below it. The starter makes the folder for these files, and names it in COORDEXP_RUN_FOLDER.
+passed on to the command. At the end the tether removes the sockets and temporary files of the engines below it.
+The starter makes the folder for these files, and names it in COORDEXP_RUN_FOLDER.
 """
 
 import os
@@ -46,8 +46,7 @@ def main(words: list[str]) -> int:
             signals.remove(signal.SIGTERM)
             _pass_on_sigterm(child.pid, ranks)
         code = reap(child.pid)
-    segments = kill_children()
-    child_processes.remove_unused_segments(segments)
+    kill_children()
     shutil.rmtree(os.environ[child_processes.RUN_FOLDER], ignore_errors=True)
     child.returncode = code if code is not None else BY_SIGNAL + signal.SIGKILL
     return child.returncode
@@ -58,19 +57,21 @@ def adopt_orphans() -> None:
     child_processes.prctl(SET_CHILD_SUBREAPER, 1)
 
 
-def kill_children() -> set[str]:
-    """Kill all processes below this one, repeatedly, since they may start new ones. Return the files of the shared
-    memory that they had mapped."""
+def kill_children() -> None:
+    """Kill all processes below this one, repeatedly, since they may start new ones. A resource tracker of Python
+    ends by itself when they have, and removes the shared memory of engines before."""
     until = time.monotonic() + UNKILLABLE_S
-    segments: set[str] = set()
     while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for process in descendants:
-            segments |= child_processes.find_segments(process.pid)
             with suppress(psutil.NoSuchProcess):
-                process.kill()
+                if not _is_tracker(process):
+                    process.kill()
         reap(0)
         time.sleep(0.005)
-    return segments
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def reap(child: int) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from pydantic import TypeAdapter
@@ -42,7 +42,6 @@ from coordexp.tasks import ignore, remind
 if TYPE_CHECKING:
     from coordexp.rollout.update import EngineUpdates
 
-T = TypeVar("T")
 REQUESTS = TypeAdapter(list[Request])
 WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
 
@@ -156,7 +155,7 @@ class ColocateBackend:
     def _end_use(self, kind: type[BaseException] | None, *_: object) -> None:
         """Put the engine to sleep at the end of a session. After an error it stays as it is: it may be broken."""
         if kind is None and self._updates is not None:
-            self._updates.memory.sleep()
+            self._updates.sleep()
 
     def _start(self) -> None:
         if self._updates is not None:
@@ -204,7 +203,7 @@ class ColocateBackend:
     def _ask(self, requests: Sequence[Request]) -> list[Rollout]:
         if self._updates is None or self._sent is None:
             raise EngineError("rollouts were requested before any weights were sent")
-        self._updates.memory.wake()
+        self._updates.wake()
         lora = self._updates.lora_request
         rollouts = generate_rollouts(self.engine, self.prompts, self.setup.table, requests, lora)
         for rollout in rollouts:
@@ -243,16 +242,9 @@ class RankGroup:
             return ask(requests)
         first = self.rank - self.place
         together(ignore)  # wait for all ranks
-        by_rank = [from_text(REQUESTS, text) for text in gather_texts(to_text(REQUESTS, requests))]
+        texts = gather_texts(json.dumps(REQUESTS.dump_python(list(requests))))
+        by_rank = [REQUESTS.validate_python(json.loads(text)) for text in texts]
         of_group = by_rank[first : first + self.size]
         rollouts: list[Rollout] = together(partial(ask, [request for part in of_group for request in part]))
         start = sum(map(len, of_group[: self.place]))
         return rollouts[start : start + len(requests)]
-
-
-def to_text(form: TypeAdapter[list[T]], values: Sequence[T]) -> str:
-    return json.dumps(form.dump_python(list(values)))
-
-
-def from_text(form: TypeAdapter[list[T]], text: str) -> list[T]:
-    return form.validate_python(json.loads(text))

@@ -112,7 +112,12 @@ def generate_rollouts(
     bias = engine_bias(decode, table)
     sampling = [_sampling_params(decode, guard, bias, table.end_of_turn, request.seed) for request in requests]
     with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
-        outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
+        try:
+            outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
+        except KeyboardInterrupt:  # for example in a notebook: the next call would get these answers too
+            running = engine.llm_engine.output_processor.request_states
+            engine.llm_engine.abort_request(list(running), internal=True)
+            raise
     rollouts = []
     for request, ids, output in zip(requests, prompt_ids, outputs, strict=True):
         check_prompt(request.image.path, output.prompt_token_ids, ids)

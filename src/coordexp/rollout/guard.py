@@ -10,7 +10,7 @@ who send requests do not know the guard.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -19,6 +19,9 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.config.sections import from_list
 from coordexp.errors import UserError
 from coordexp.rollout.backend import FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Loop = Literal["token", "ngram", "keys"]
 TokenId = Annotated[int, Field(ge=0)]
@@ -94,6 +97,25 @@ def loop_in(ids: Sequence[int], keys: int, guard: RepeatTerminate) -> Loop | Non
     if guard.max_object_keys is not None and keys > guard.max_object_keys:
         return "keys"
     return None
+
+
+def find_loops(tail: "Tensor", lengths: "Tensor", guard: RepeatTerminate, pattern: Sequence[int]) -> "Tensor":
+    """Return a boolean per row, as `loop_in` decides, without waiting for the device. `tail` has the last tokens
+    of each answer: [rows, tokens], enough for all rules. `lengths` are those of the whole answers."""
+    repeats, width = guard.max_consecutive_token_repeats, tail.shape[1]
+    size, whole = guard.ngram_size, guard.ngram_size * guard.ngram_repeats
+    loops = lengths < 0
+    if width >= repeats:
+        loops = loops | (lengths >= repeats) & (tail[:, -repeats:] == tail[:, -1:]).all(1)
+    if width >= whole:
+        end = tail[:, -whole:]
+        loops = loops | (lengths >= whole) & (end[:, size:] == end[:, :-size]).all(1)
+    if guard.max_object_keys is not None and (starts := width - len(pattern) + 1) > 0:
+        matches = tail[:, :starts] == pattern[0]
+        for offset, id in enumerate(pattern[1:], start=1):
+            matches = matches & (tail[:, offset : offset + starts] == id)
+        loops = loops | (matches.sum(1) > guard.max_object_keys)
+    return loops & (lengths >= guard.min_new_tokens)
 
 
 def cut_at_end(

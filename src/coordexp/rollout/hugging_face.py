@@ -39,7 +39,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, is_sharded, together
 from coordexp.rollout.backend import Decode, Request, Rollout, TextRequest, Weights, common_decode
-from coordexp.rollout.guard import cut_at_end, key_pattern_for
+from coordexp.rollout.guard import cut_at_end, find_loops, key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder, load_image, make_blank_image
 from coordexp.tasks import ignore
 
@@ -119,38 +119,23 @@ class StopBias(LogitsProcessor):
 
 
 class Guard(LogitsProcessor):
-    """Applies `guard.loop_in` to all rows at once. A row that loops can only choose its end of turn."""
+    """Applies `guard.find_loops` to all rows at once. A row that loops can only choose its end of turn."""
 
     def __init__(
         self, guard: RepeatTerminate, pattern: Sequence[int], prompt_length: int, end_of_turn: int
     ) -> None:
-        self.guard, self.prompt_length, self.end_of_turn = guard, prompt_length, end_of_turn
-        self._pattern = torch.tensor(pattern)
+        self.guard, self.pattern = guard, pattern
+        self.prompt_length, self.end_of_turn = prompt_length, end_of_turn
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        loops = self.loops(input_ids[:, self.prompt_length :])
+        answers = input_ids[:, self.prompt_length :]
+        lengths = torch.full((len(answers),), answers.shape[1], device=answers.device)
+        loops = find_loops(answers, lengths, self.guard, self.pattern)
         if not bool(loops.any()):
             return scores
         guarded = scores.masked_fill(loops[:, None], -torch.inf)
         guarded[:, self.end_of_turn] = scores[:, self.end_of_turn]  # its own score: a beam does not end for free
         return guarded
-
-    def loops(self, new: Tensor) -> Tensor:
-        """Return a boolean per row for the new ids: [rows, tokens] -> [rows]."""
-        guard, length = self.guard, new.shape[1]
-        loops = torch.zeros(len(new), dtype=torch.bool, device=new.device)
-        if length < guard.min_new_tokens:
-            return loops
-        if length >= (repeats := guard.max_consecutive_token_repeats):
-            loops |= (new[:, -repeats:] == new[:, -1:]).all(1)
-        size = guard.ngram_size
-        if length >= (whole := size * guard.ngram_repeats):
-            tail = new[:, -whole:]
-            loops |= (tail[:, size:] == tail[:, :-size]).all(1)
-        if guard.max_object_keys is not None and length >= len(self._pattern):
-            windows = new.unfold(1, len(self._pattern), 1)
-            loops |= (windows == self._pattern.to(new.device)).all(2).sum(1) > guard.max_object_keys
-        return loops
 
 
 class Sampler(LogitsProcessor):

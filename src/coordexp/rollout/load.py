@@ -27,26 +27,6 @@ LIBC = ctypes.CDLL(None)
 LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Unwrapped:
-    """Takes vLLM's LoRA wrappers off a model until `restore` is called, so that weights can be loaded under the
-    names of the checkpoint."""
-
-    def __init__(self, model: Module) -> None:
-        self._wrappers = [
-            (parent, name, child)
-            for parent in model.modules()
-            for name, child in parent.named_children()
-            if isinstance(child, BaseLayerWithLoRA)
-        ]
-        for parent, name, wrapper in self._wrappers:
-            setattr(parent, name, wrapper.base_layer)
-
-    def restore(self) -> None:
-        for parent, name, wrapper in self._wrappers:
-            setattr(parent, name, wrapper)
-        self._wrappers = []
-
-
 def build_adapter(manager: Any, tensors: Mapping[str, Tensor], config: dict[str, Any], id: int) -> LoRAModel:
     """Build an adapter with a worker's LoRA `manager`.
 
@@ -86,18 +66,26 @@ def replace_adapter(manager: Any, adapter: LoRAModel) -> None:
 
 
 class Reload:
-    """Loads weights under the names of the checkpoint, and checks at the end that none is missing. During an
-    update, vLLM's LoRA wrappers are off the model."""
+    """Loads weights under the names of the checkpoint into the model of a model runner, and checks at the end that
+    none is missing. During an update, vLLM's LoRA wrappers are off the model."""
 
-    model: Any
-    model_config: Any
-    _unwrapped: Unwrapped | None = None
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.model, self.model_config = runner, runner.get_model(), runner.model_config
+        self._wrappers: list[tuple[Module, str, Module]] = []
 
-    def start_weight_update(self) -> None:
-        self._unwrapped = Unwrapped(self.model)
+    def begin(self) -> None:
+        self._wrappers = [
+            (parent, name, child)
+            for parent in self.model.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, BaseLayerWithLoRA)
+        ]
+        for parent, name, wrapper in self._wrappers:
+            setattr(parent, name, wrapper.base_layer)
         self._missing = {name for name, _ in self.model.named_parameters()}  # of tied parameters, only the first
         initialize_layerwise_reload(self.model)
 
+    @torch.no_grad()
     def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights, one after the other, each if it is finite. vLLM's reload keeps a layer's weights until the
         last of them has arrived, and then copies them."""
@@ -116,7 +104,8 @@ class Reload:
         except Exception as error:
             raise ValueError(f"at {current}: {str(error) or type(error).__name__}") from error
 
-    def finish_weight_update(self) -> None:
+    @torch.no_grad()
+    def finish(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         pack_again(self.model)
         self.wrap()
@@ -126,22 +115,17 @@ class Reload:
 
     def wrap(self) -> None:
         """Put the LoRA wrappers back after an update."""
-        if self._unwrapped is not None:
-            self._unwrapped.restore()
-        self._unwrapped = None
+        for parent, name, wrapper in self._wrappers:
+            setattr(parent, name, wrapper)
+        self._wrappers = []
 
 
-class ModelReload(Reload):
-    """Loads weights into the model of a model runner of this process."""
-
-    def __init__(self, runner: Any) -> None:
-        self.model, self.model_config = runner.get_model(), runner.model_config
-
-    @torch.no_grad()
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.start_weight_update()
-        self.take(weights)
-        self.finish_weight_update()
+def load_all(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Load whole weights into the model of a model runner of this process."""
+    reload = Reload(runner)
+    reload.begin()
+    reload.take(weights)
+    reload.finish()
 
 
 def clear_kv_caches(caches: Iterable[Tensor | list[Tensor]]) -> None:

@@ -32,9 +32,8 @@ class PromptBuilder:
     def __init__(self, processor: Any, question: str, locate: Callable[[str], str] | None = None) -> None:
         self.processor, self.question, self._locate = processor, question, locate
         self.image_token: int = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-        self._tokenize = lru_cache(REMEMBERED)(self._tokenize_question)
-        self._tokenize_alone = lru_cache(REMEMBERED)(self._tokenize_text)
-        self._tokenize(question)
+        self._tokenize = lru_cache(REMEMBERED)(self._tokenize_prompt)
+        self._tokenize(question, True)
 
     def text(self, question: str | None = None, *, has_image: bool = True) -> str:
         """Return the prompt as text, with one token in the place of the image, if it has one."""
@@ -44,40 +43,26 @@ class PromptBuilder:
 
     def text_ids(self, question: str) -> list[int]:
         """Return the token ids of the prompt of a question without an image."""
-        return list(self._tokenize_alone(question))
+        return list(self._tokenize(question, False))
 
     def ids(
         self, width: int, height: int, image: str | Path = "the image", question: str | None = None
     ) -> list[int]:
         """Return the token ids of the prompt for an image of this size. `image` names it in an error."""
-        before, after = self._tokenize(question or self.question)
+        ids = self._tokenize(question or self.question, True)
+        place = ids.index(self.image_token)
         tokens = [self.image_token] * image_tokens(self.processor, width, height, image)
-        return [*before, *tokens, *after]
+        return [*ids[:place], *tokens, *ids[place + 1 :]]
 
     def count(
         self, size: tuple[int, int] | None, image: str | Path = "the image", question: str | None = None
     ) -> int:
         """Return the number of tokens of the prompt for an image of this size, or of one without an image."""
-        if size is None:
-            return len(self._tokenize_alone(question or self.question))
-        before, after = self._tokenize(question or self.question)
-        return len(before) + image_tokens(self.processor, *size, image) + len(after)
+        ids = self._tokenize(question or self.question, size is not None)
+        return len(ids) - 1 + image_tokens(self.processor, *size, image) if size else len(ids)
 
-    def _tokenize_question(self, question: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the tokens before the image and those after it."""
-        ids = self._tokenize_prompt(question, has_image=True)
-        if (count := ids.count(self.image_token)) != 1:
-            raise UserError(
-                f"the chat template writes {count} image tokens for one image",
-                "use a processor whose template writes one, as those of Qwen do",
-            )
-        place = ids.index(self.image_token)
-        return tuple(ids[:place]), tuple(ids[place + 1 :])
-
-    def _tokenize_text(self, question: str) -> tuple[int, ...]:
-        return tuple(self._tokenize_prompt(question, has_image=False))
-
-    def _tokenize_prompt(self, question: str, *, has_image: bool) -> list[int]:
+    def _tokenize_prompt(self, question: str, has_image: bool) -> tuple[int, ...]:
+        """Return the tokens of a prompt, with one in the place of its image, if it has one."""
         if special := find_special_token(self.processor, question):
             raise DataError(
                 f"the question {question!r} contains {special}, which is not text for this model",
@@ -85,7 +70,12 @@ class PromptBuilder:
             )
         text = self.text(question, has_image=has_image)
         ids: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        if has_image and (count := ids.count(self.image_token)) != 1:
+            raise UserError(
+                f"the chat template writes {count} image tokens for one image",
+                "use a processor whose template writes one, as those of Qwen do",
+            )
+        return tuple(ids)
 
     def pixels(self, path: str | Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return the patches of an image file and their grid, in the form that the model takes."""

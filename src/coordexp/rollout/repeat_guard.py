@@ -7,12 +7,11 @@ processes, so this needs no environment variable.
 One class serves both of vLLM's model runners. The first (V1) reports every change of its batch, and shares each
 request's list of new tokens, to which `guard.loop_in` is applied. The second (V2, the default on GPUs) numbers
 requests by slots, and has their tokens on the device. There the same decision is made on the device
-(`find_loops`): reading the tokens would make the host wait for the device at every token, and the engine could not
-prepare the next step meanwhile.
+(`guard.find_loops`): reading the tokens would make the host wait for the device at every token, and the engine
+could not prepare the next step meanwhile.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SlotLogitsProcessor
 
-from coordexp.rollout.guard import LOADED, EngineGuard, KeyCounter, loop_in
+from coordexp.rollout.guard import LOADED, EngineGuard, KeyCounter, find_loops, loop_in
 
 
 class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
@@ -144,7 +143,9 @@ class _WatchedSlots:
         )
         for rule, length in longest.items():
             settings = self._rules[rule]
-            loops = find_loops(rows, settings, length) & (rules == rule)
+            repeats, ngrams = settings.max_consecutive_token_repeats, settings.ngram_size * settings.ngram_repeats
+            width = length if settings.max_object_keys is not None else min(length, max(repeats, ngrams))
+            loops = find_loops(rows.tail(width), rows.lengths, settings, settings.key_pattern) & (rules == rule)
             scores = logits[:, settings.end_of_turn].clone()
             logits.masked_fill_(loops[:, None], -torch.inf)
             logits[:, settings.end_of_turn] = scores
@@ -190,31 +191,3 @@ class _Rows:
         committed = self.ids[self.slots[:, None], places]
         tail = torch.where(back < self.drafts[:, None], drafted.long(), committed.long())
         return tail.masked_fill(back >= self.lengths[:, None], -1)
-
-
-def find_loops(rows: _Rows, guard: EngineGuard, longest: int) -> Tensor:
-    """Return a boolean per row, as `guard.loop_in` decides, without waiting for the device. No answer has more
-    than `longest` tokens."""
-    lengths, repeats = rows.lengths, guard.max_consecutive_token_repeats
-    size, whole = guard.ngram_size, guard.ngram_size * guard.ngram_repeats
-    counts_keys = guard.max_object_keys is not None
-    tail = rows.tail(longest if counts_keys else min(longest, max(repeats, whole)))
-    width = tail.shape[1]
-    loops = torch.zeros_like(lengths, dtype=torch.bool)
-    if width >= repeats:
-        loops |= (lengths >= repeats) & (tail[:, -repeats:] == tail[:, -1:]).all(1)
-    if width >= whole:
-        end = tail[:, -whole:]
-        loops |= (lengths >= whole) & (end[:, size:] == end[:, :-size]).all(1)
-    if guard.max_object_keys is not None and width >= len(guard.key_pattern):
-        loops |= _count_keys(tail, guard.key_pattern) > guard.max_object_keys
-    return loops & (lengths >= guard.min_new_tokens)
-
-
-def _count_keys(ids: Tensor, pattern: Sequence[int]) -> Tensor:
-    """Return how often the pattern occurs in each row."""
-    starts = ids.shape[1] - len(pattern) + 1
-    matches = ids[:, :starts] == pattern[0]
-    for offset, id in enumerate(pattern[1:], start=1):
-        matches &= ids[:, offset : offset + starts] == id
-    return matches.sum(1)

@@ -136,7 +136,7 @@ def start_engine(setup: EngineSetup, adapters: bool = False) -> Any:
         from vllm import LLM, envs
         from vllm.distributed.parallel_state import destroy_model_parallel
 
-        from coordexp.rollout.executor import RankExecutor
+        from coordexp.rollout.update import RankExecutor
 
         if not dist.is_initialized():  # vLLM needs a group of ranks, also for one
             store = dist.HashStore()  # type: ignore[attr-defined]

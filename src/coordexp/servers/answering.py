@@ -8,7 +8,6 @@ import logging
 import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from coordexp.errors import DataError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.prompt import UNUSABLE, chat_text, image_tokens, read_image
-from coordexp.rollout.weights import MOST_QUOTED
 from coordexp.servers.engine import ServedEngine
 from coordexp.servers.protocol import (
     ENGINE_FAULT,
@@ -51,6 +49,7 @@ PIXELS_AT_ONCE = MOST_PIXELS
 READERS = 32  # image files that are read at once, and those that may be late: storage can hang for any time
 READ = 60.0  # seconds for the header of an image, and again for its pixels
 BLOCK = 2**26  # bytes that Pillow allocates at once; the allocator would keep smaller blocks after they are freed
+MOST_QUOTED = 200  # characters of a path in an error message
 Item = InferItem | dict[str, Any]  # an answer, or the JSON of a refusal
 log = logging.getLogger(__name__)
 
@@ -183,33 +182,21 @@ class PixelBudget:
 
     def __init__(self, pixels: int) -> None:
         self.pixels = self.free = pixels
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._turn, self._released = asyncio.Lock(), asyncio.Event()
 
     async def acquire(self, pixels: int) -> int:
         """Wait for free pixels, and return how many must be released."""
         share = min(pixels, self.pixels)
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((share, turn))
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it was admitted at the same time
-                self.free += share
-            self._admit()
-            raise
+        async with self._turn:
+            while self.free < share:
+                self._released.clear()
+                await self._released.wait()
+            self.free -= share
         return share
 
     def release(self, share: int) -> None:
         self.free += share
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self.free):
-            share, turn = self._waiting.popleft()
-            if not turn.cancelled():
-                self.free -= share
-                turn.set_result(None)
+        self._released.set()
 
 
 class Answering:

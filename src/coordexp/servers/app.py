@@ -13,7 +13,6 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from importlib import metadata
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +35,6 @@ from coordexp.servers.connections import (
     MOST_BYTES,
     UVICORN,
     AccessControl,
-    body_chunk,
-    cancel_at_end,
     raise_file_limit,
     to_response,
     too_large,
@@ -47,16 +44,13 @@ from coordexp.servers.protocol import (
     MOST_REQUESTS,
     PROTOCOL,
     SERVER,
-    FinishUpdate,
+    BeginUpdate,
     InferCall,
     InferItem,
     JoinGroup,
-    LoadAdapterBucket,
     LoadBucket,
-    LoadTensor,
     Refusal,
     ServerVersion,
-    StartUpdate,
     WeightMessage,
     bad_request,
     model_fingerprint,
@@ -127,7 +121,7 @@ class RolloutApp:
         self.api.exception_handler(RequestValidationError)(_handle_invalid_body)
         for method, path, handler in self._routes():
             self.api.add_api_route(path, handler, methods=[method], response_model=None)
-        self.api.add_middleware(AccessControl, token=token, ending=self.ending, reason=self.reason_to_end)
+        self.api.add_middleware(AccessControl, token=token)
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
         return [
@@ -138,28 +132,15 @@ class RolloutApp:
             ("GET", "/get_world_size/", self.get_world_size),
             ("POST", "/infer/", self.infer),
             ("POST", "/init_communicator/", self.join),
-            ("POST", "/close_communicator/", self.leave),
-            ("POST", "/start_update/", self.start),
-            ("POST", "/update_flattened_params/", self.load),
-            ("POST", "/update_adapter_flattened_param/", self.load_adapter),
+            ("POST", "/begin_update/", self.begin),
+            ("POST", "/load_bucket/", self.load),
             ("POST", "/finish_update/", self.finish),
-            # Only for clients of ms-swift
-            ("GET", "/get_model_state_keys/", self.get_state_keys),
-            ("POST", "/get_engine_type/", self.get_engine_type),
-            ("POST", "/update_named_param/", self.load_tensor),
-            ("POST", "/process_weights_after_loading/", self.finish_plain),
-            ("POST", "/reset_prefix_cache/", self.clear_caches),
-            ("POST", "/reset_mm_cache/", self.clear_caches),
-            ("POST", "/reset_encoder_cache/", self.clear_caches),
         ]
 
     @property
     def problem(self) -> Refusal | None:
         """The reason why this server cannot go on, if there is one."""
         return engine_ended() if self.engine.has_ended else self.watchdog.problem
-
-    def reason_to_end(self) -> Refusal:
-        return self.problem or _ENDING
 
     async def health(self) -> Response:
         """Liveness: the server responds, and its engine is running and makes progress."""
@@ -195,17 +176,22 @@ class RolloutApp:
         return {"world_size": self.world_size}
 
     async def infer(self, call: InferCall, request: Request) -> Response:
-        """Return answers that were all made with one version of the weights. If the client disconnects, the
-        generation is cancelled."""
+        """Return answers that were all made with one version of the weights. If the client disconnects or the
+        server ends, the generation is cancelled."""
         work = asyncio.ensure_future(self._answer(call))
         disconnect = asyncio.ensure_future(_wait_for_disconnect(request.receive))
-        with cancel_at_end(disconnect, work):
-            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-            is_finished = work.done()
-        if not is_finished:
-            return Response(status_code=499)
-        body = await asyncio.to_thread(_encode_items, work.result())
-        return Response(body, media_type="application/json")
+        ending = asyncio.ensure_future(self.ending.wait())
+        try:
+            await asyncio.wait({work, disconnect, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return to_response(self.problem or _ENDING)
+            if not work.done():
+                return Response(status_code=499)
+            body = await asyncio.to_thread(_encode_items, work.result())
+            return Response(body, media_type="application/json")
+        finally:
+            for task in (work, disconnect, ending):
+                task.cancel()
 
     async def _answer(self, call: InferCall) -> list[Item]:
         if not call.infer_requests:
@@ -236,52 +222,18 @@ class RolloutApp:
             )
         host = request.scope["server"][0] if self.host in EVERYWHERE else self.host
         await self.updates.take(body)
-        if body.group is not None:
-            return _Joined(self.updates, body, host)
-        await self.updates.join(body, host)
-        return JSONResponse({"message": "joined"})
+        return _Joined(self.updates, body, host, self.ending)
 
-    async def leave(self, body: WeightMessage | None = None) -> dict[str, str]:
-        await self.updates.close_group(body.group if body else None)
-        return {"message": "left"}
-
-    async def start(self, body: StartUpdate) -> dict[str, str]:
-        await self.updates.start(body.group, body.version, body.adapter)
+    async def begin(self, body: BeginUpdate) -> dict[str, str]:
+        await self.updates.begin(body)
         return {"message": "begun"}
 
     async def load(self, body: LoadBucket) -> dict[str, str]:
-        await self.updates.load(body.group, body.metadatas, body.next_bytes)
+        await self.updates.load(body)
         return {"message": "taken"}
 
-    async def load_adapter(self, body: LoadAdapterBucket) -> dict[str, str]:
-        await self.updates.load(body.group, body.metadatas, config=body.peft_config)
-        return {"message": "taken"}
-
-    async def finish(self, body: FinishUpdate) -> dict[str, str]:
-        return {"weight_version": await self.updates.finish(body.group, body.version)}
-
-    async def get_state_keys(self) -> dict[str, list[str]]:
-        return {"keys": await self.engine.state_keys()}
-
-    async def get_engine_type(self) -> dict[str, Any]:
-        return {"engine_type": "AsyncLLMEngine", "enable_multi_turn": False}
-
-    async def load_tensor(self, tensor: LoadTensor) -> dict[str, str]:
-        dtype = getattr(torch, tensor.dtype.removeprefix("torch."), None)
-        count = prod(tensor.shape)
-        place = {"start_idx": 0, "end_idx": count * getattr(dtype, "itemsize", 0), "numel": count}
-        await self.updates.load(tensor.group, [place | tensor.model_dump(include={"name", "dtype", "shape"})])
-        return {"message": "taken"}
-
-    async def finish_plain(self) -> dict[str, str]:
-        await self.updates.finish_plain()
-        return {"message": "done"}
-
-    async def clear_caches(self) -> dict[str, str]:
-        await self.updates.finish_plain()
-        async with self.updates.answers():
-            await self.engine.clear_caches()
-        return {"message": "done"}
+    async def finish(self, body: WeightMessage) -> dict[str, str]:
+        return {"weight_version": await self.updates.finish(body.group)}
 
     async def _handle_unexpected(self, _: Request, error: Exception) -> Response:
         """Answer with the server's own problem, if it has one: what vLLM raises after its engine has ended is
@@ -320,25 +272,33 @@ class _Joined(Response):
     that the group is complete, or why not. It stays open as long as the learner's connection does. When that
     closes, the server leaves the group."""
 
-    def __init__(self, updates: Updates, learner: JoinGroup, host: str) -> None:
-        self.updates, self.learner, self.host = updates, learner, host
+    def __init__(self, updates: Updates, learner: JoinGroup, host: str, ending: asyncio.Event) -> None:
+        self.updates, self.learner, self.host, self.ending = updates, learner, host, ending
         self.background = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_line(content: Any = None, more: bool = True) -> None:
+            line = (json.dumps(content) + "\n" if content else "\n").encode()
+            await send({"type": "http.response.body", "body": line, "more_body": more})
+
+        waits = (_wait_for_disconnect(receive), self.ending.wait())
+        ends = {asyncio.ensure_future(wait) for wait in waits}
         try:
             headers = [(b"content-type", b"application/x-ndjson")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send(body_chunk(json.dumps({"message": "taken"}) + "\n"))
+            await send_line({"message": "taken"})
             try:
                 await self.updates.join(self.learner, self.host)
             except Refusal as refusal:
-                await send(body_chunk(json.dumps(refusal.to_json()), is_last=True))
+                await send_line(refusal.to_json(), more=False)
                 return
-            await send(body_chunk(json.dumps({"message": "joined"}) + "\n"))
-            disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
-            while not (await asyncio.wait({disconnect}, timeout=BEAT))[0]:
-                await send(body_chunk("\n"))
+            await send_line({"message": "joined"})
+            while not (await asyncio.wait(ends, timeout=BEAT, return_when=asyncio.FIRST_COMPLETED))[0]:
+                await send_line()
+            await send_line(more=False)
         finally:
+            for end in ends:
+                end.cancel()
             await asyncio.shield(asyncio.ensure_future(self.updates.leave(self.learner)))
 
 

@@ -1,8 +1,8 @@
 """Rollouts by servers that get the learner's weights over the network.
 
-Every rank asks the servers itself. Only the senders connect to them and send weights, each to its share of the
-servers: the first rank alone, or `sync.senders` ranks. They share their results with all ranks, so that these
-always agree on which servers may be asked.
+Every rank asks the servers itself (`asking`). Only the senders connect to them and send weights, each to its share
+of the servers: the first rank alone, or `sync.senders` ranks. They share their results with all ranks, so that
+these always agree on which servers may be asked. All collectives are here, on the main thread.
 """
 
 import itertools
@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
-from threading import Condition
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -32,32 +30,22 @@ from coordexp.rollout.backend import (
     Rollout,
     RolloutBackend,
     Weights,
-    check_length,
-    check_prompt,
-    common_decode,
     compare_answers,
 )
-from coordexp.rollout.guard import key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
 from coordexp.rollout.weights import AdapterRefused, SyncMode
+from coordexp.servers.asking import Asker, Generation, Started
 from coordexp.servers.client import (
     OTHERWISE,
     ClientTimeouts,
     ErrorResponse,
-    RequestFailed,
-    ServerAnswer,
     ServerClient,
     ServerFacts,
-    ServerFault,
     ServerLost,
-    infer_payload,
-    read_answers,
-    to_rollout,
 )
-from coordexp.servers.links import Links, own_device
-from coordexp.servers.pool import Chunk, Loss, Pool, Up, Window, sending_rank
-from coordexp.servers.protocol import ENGINE_FAULT
+from coordexp.servers.links import RETURNING, Links, own_device
+from coordexp.servers.pool import Loss, Pool, sending_rank
 from coordexp.servers.send import Sent, send
 from coordexp.tasks import Task, ignore
 
@@ -130,11 +118,9 @@ class ServerBackend:
         own = {k: client for k, client in enumerate(self.clients) if owners[k] == self.rank}
         self.links = Links(own, setup, self._notify_here)
         self.pool: Pool | None = None
-        self._run = ""
+        self.asker = Asker(self.clients, setup, prompts)
         self._weights: Weights | None = None
         self._probed: int | None = None  # the version at which all servers were last probed
-        guard = setup.settings.repeat_terminate
-        self._pattern = key_pattern_for(guard, setup.table)
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -158,19 +144,19 @@ class ServerBackend:
             raise EngineError("answers were asked for before any weights were sent")
         return self.finish(self.start([requests])[0], self.pool.version)
 
-    def start(self, steps: Sequence[Sequence[Request]]) -> "list[_Started]":
+    def start(self, steps: Sequence[Sequence[Request]]) -> list[Started]:
         """Begin to ask for the rollouts of one or several steps, in this order, and return at once. There are no
         collectives in it."""
-        generation = _Generation(self, [request for requests in steps for request in requests])
+        assert self.pool is not None, "before the first sync"
+        generation = Generation(self.asker, [request for requests in steps for request in requests])
         ends = list(itertools.accumulate(map(len, steps)))
         started = [
-            _Started(generation, range(end - len(requests), end))
-            for requests, end in zip(steps, ends, strict=True)
+            Started(generation, range(end - len(requests), end)) for requests, end in zip(steps, ends, strict=True)
         ]
-        generation.ask([part.indices for part in started])
+        generation.ask(self.pool, self.rank, self.ranks, [part.indices for part in started])
         return started
 
-    def finish(self, started: "_Started", version: int) -> list[Rollout]:
+    def finish(self, started: Started, version: int) -> list[Rollout]:
         """Wait for the rollouts of a step, on all ranks. If no server is left to one of them, all wait for one,
         for up to `server.timeout_s`. It gets the learner's weights of now, which are `version`, and what is
         missing is made with these."""
@@ -188,7 +174,7 @@ class ServerBackend:
             until = until or time.monotonic() + self.settings.server.timeout_s
             self.pool = self.pool.advance_to(version)
             self._deliver(until)
-            generation.ask()
+            generation.ask(self.pool, self.rank, self.ranks)
         if started.indices:
             self._record_calls(generation.take_calls(), generation.seconds)
         return [generation.rollouts[k] for k in started.indices]
@@ -217,9 +203,9 @@ class ServerBackend:
     def _connect(self) -> None:
         together(ignore)
         self.links.devices = gather_texts(own_device(self.setup.device))
-        self._run = gather_texts(uuid4().hex[:8])[0]
+        self.asker.run = gather_texts(uuid4().hex[:8])[0]
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
-        sizes = self._take_facts(self._on_senders(self.links.connect, ServerFacts))
+        sizes = self._take_facts(self._on_senders(self.links.connect_all, ServerFacts))
         if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.ranks):
             problem, fix = shortage
             raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
@@ -230,10 +216,6 @@ class ServerBackend:
         for client in self.clients:
             client.facts = facts[client.index]
         return tuple(facts[client.index].world_size for client in self.clients)
-
-    def _name_version(self, version: int) -> str:
-        """Return the name of a version on the servers. No weights of another learner have the same name."""
-        return f"{version}-{self._run}"
 
     def _deliver(self, until: float) -> None:
         """Send the current weights to all servers that can be reached and lack them. Return once one has them.
@@ -260,7 +242,7 @@ class ServerBackend:
         ended = self.links.drop_ended()
         gone = [k for k in self.links.clients if k not in self.links.open and (k in pool.out or k in ended)]
         is_last_hope = len(pool.out | ended) == len(self.clients)
-        errors = self.links.reconnect(gone, until, is_last_hope)
+        errors = self.links.connect(gone, min(until, time.monotonic() + RETURNING), at_once=is_last_hope)
         prospects = {}
         for index, client in self.links.clients.items():
             assert client.facts is not None, "before the first sync"
@@ -316,7 +298,7 @@ class ServerBackend:
         if not links:
             deque(self._weights(), maxlen=0)  # it takes part in gathering them
             return Sent()
-        name, device, seconds = self._name_version(version), self.setup.device, self.settings.sync.timeout_s
+        name, device, seconds = self.asker.name_version(version), self.setup.device, self.settings.sync.timeout_s
         if self.sync_mode.is_adapter:
             assert self.adapter is not None and self.ranks == 1  # other ranks take no part in gathering it
             config, weights = self.adapter()
@@ -335,7 +317,7 @@ class ServerBackend:
         assert self.pool is not None and self.pool.version is not None
         errors: dict[int, EngineError] = dict(sent.errors)
         probes = {
-            k: Task(self.ask_server, k, self._probe_requests * self.pool.world_sizes[k], self.pool.version)
+            k: Task(self.asker.ask, k, self._probe_requests * self.pool.world_sizes[k], self.pool.version)
             for k in targets
             if k in self.links.clients and k in probed and k not in errors
         }
@@ -379,51 +361,6 @@ class ServerBackend:
         """The probes have the run's guard, because a server of ms-swift guards every answer."""
         decode = Decode(PROBE, guard=self.setup.settings.repeat_terminate)
         return [Request(image, decode) for image in self.probes]
-
-    # Answers
-
-    def ask_server(self, server: int, requests: Sequence[Request], version: int) -> list[Rollout]:
-        """Return the rollouts of one call to one server. Check that they are of the right version, and of the
-        prompts that training uses."""
-        client, decode = self.clients[server], common_decode(requests)
-        assert not decode.guard.enabled or decode.guard == self.setup.settings.repeat_terminate, "another guard"
-        prompts = [
-            self.prompts.ids(*request.image.size, request.image.path, request.question) for request in requests
-        ]
-        facts = client.facts
-        assert facts is not None, "before the first sync"
-        if facts.max_model_len is not None:
-            for request, prompt_ids in zip(requests, prompts, strict=True):
-                check_length(request, len(prompt_ids), facts.max_model_len)
-        answers = self._request_answers(client, requests, version)
-        rollouts = []
-        for request, prompt_ids, answer in zip(requests, prompts, answers, strict=True):
-            if facts.reports_version and answer.version != self._name_version(version):
-                raise ServerLost(
-                    f"{client.name}: it answered with weights of version {answer.version}, not "
-                    f"{self._name_version(version)}: it was restarted, or it serves another learner now"
-                )
-            check_prompt(request.image.path, answer.prompt_ids, prompt_ids)
-            rollouts.append(to_rollout(answer, decode.guard, self._pattern, self.setup.table, version))
-        return rollouts
-
-    def _request_answers(
-        self, client: ServerClient, requests: Sequence[Request], version: int
-    ) -> list[ServerAnswer]:
-        """Return the answers of one call. If the server itself fails (HTTP 500, or an `engine` error of one
-        request), send the same requests once more, and record that."""
-        payload, is_retry = infer_payload(requests, self.prompts.question), False
-        while True:
-            try:
-                return read_answers(client.infer(payload), len(requests), client.name)
-            except (ServerFault, RequestFailed) as error:
-                reason = _name_image(error, client, requests)
-                if is_retry or not _is_own_failure(error):
-                    raise reason from None
-            is_retry = True
-            place = {"server": client.index, "base_url": client.url, "version": version}
-            sent = [{"image": request.image.path, "seed": request.seed} for request in requests]
-            self.record({"event": "retry", **place, "reason": str(reason), "requests": sent})
 
     def _record_calls(self, calls: list[dict[str, Any]], seconds: float) -> None:
         assert self.pool is not None
@@ -469,141 +406,6 @@ def _refusal_of_adapter(errors: dict[int, EngineError]) -> str | None:
         if is_final or isinstance(error, AdapterRefused):
             return error.problem.splitlines()[0]
     return None
-
-
-def _is_own_failure(error: ServerFault | RequestFailed) -> bool:
-    """Return True if the server failed at a call, and not because it has no weights or no engine."""
-    return error.status == 500 if isinstance(error, ServerFault) else error.code == ENGINE_FAULT
-
-
-def _name_image(
-    error: ServerFault | RequestFailed, client: ServerClient, requests: Sequence[Request]
-) -> EngineError:
-    """Return the error with the image of the request that failed."""
-    if isinstance(error, ServerFault):
-        return error
-    image = requests[error.index].image.path
-    return EngineError(f"{image}: {client.name} could not answer it: {error.problem}", error.fix)
-
-
-class _Generation:
-    """Requests of one rank: their rollouts so far, and the calls to servers that were made. Every call has a
-    thread of its own, which makes the next calls when it ends."""
-
-    def __init__(self, backend: ServerBackend, requests: Sequence[Request]) -> None:
-        self.backend, self.requests = backend, requests
-        self.rollouts: dict[int, Rollout] = {}
-        self.seconds = 0.0  # from the first call to the newest answer
-        self._began = time.monotonic()
-        self._calls: list[tuple[int, dict[str, Any]]] = []  # those that have ended, each with its number
-        self._numbers = itertools.count()
-        self._lost: dict[int, Loss] = {}
-        self._error: BaseException | None = None
-        self._changed = Condition()
-        self._window: Window | None = None
-        self._version = 0
-
-    def take_losses(self, pool: Pool) -> dict[int, Loss]:
-        """Return the servers that this rank has lost since the last time. A server that is out already is not
-        among them, and neither is one that has received newer weights since: it is back."""
-        with self._changed:
-            lost, self._lost = self._lost, {}
-        return {server: loss for server, loss in lost.items() if pool.states[server] == Up(self._version)}
-
-    def ask(self, parts: Sequence[Sequence[int]] | None = None) -> None:
-        """Begin to ask the servers of the pool for all rollouts that are missing. The requests of each part are
-        dealt to all servers, one part after the other."""
-        backend, pool = self.backend, self.backend.pool
-        assert pool is not None and pool.version is not None, "before the first sync"
-        self._version = pool.version
-        serial = frozenset(
-            client.index for client in backend.clients if client.facts and not client.facts.responds_while_busy
-        )
-        batch = backend.setup.settings.decode_batch_size
-        self._window = Window(pool, batch, backend.rank, backend.ranks, serial)
-        for part in parts or [range(len(self.requests))]:
-            self._window.add([request for request in part if request not in self.rollouts])
-        with self._changed:
-            self._make_calls(self._window)
-
-    def wait(self, indices: Sequence[int]) -> None:
-        """Wait until these requests are answered, or no server is left. Raise the error of a request that cannot
-        be answered."""
-        with self._changed:
-            for index in indices:
-                while index not in self.rollouts and not self._is_over():
-                    self._changed.wait()
-        if self._error is not None:
-            raise self._error
-
-    def wait_until_idle(self) -> None:
-        """Wait until no request is open."""
-        with self._changed:
-            self._changed.wait_for(self._is_over)
-
-    def count_missing(self, indices: Sequence[int]) -> int:
-        return sum(index not in self.rollouts for index in indices)
-
-    def take_calls(self) -> list[dict[str, Any]]:
-        """Return the calls that ended since the last time, in the order in which they were made."""
-        with self._changed:
-            calls, self._calls = sorted(self._calls, key=itemgetter(0)), []
-        return [facts for _, facts in calls]
-
-    def _is_over(self) -> bool:
-        return self._error is not None or self._window is None or self._window.is_idle
-
-    def _make_calls(self, window: Window) -> None:
-        """Make the calls that may be made now, each in a thread. If one cannot be started, that is the error of
-        the generation."""
-        try:
-            for call in window.next_calls() if self._error is None else ():
-                Task(self._ask_server, window, call, self._version, next(self._numbers))
-        except RuntimeError as error:  # the system has no more threads
-            self._error = error
-        self._changed.notify_all()
-
-    def _ask_server(self, window: Window, call: Chunk, version: int, number: int) -> None:
-        server, indices = call
-        facts = {"server": server, "count": len(indices), "seed": self.requests[indices[0]].seed}
-        facts |= {"version": version}
-        rollouts, lost, error = list[Rollout](), None, None
-        try:
-            rollouts = self.backend.ask_server(server, [self.requests[k] for k in indices], version)
-        except ServerLost as loss:
-            lost = Loss.from_error(loss)
-        except BaseException as failure:  # noqa: BLE001 - raised in the thread that waits
-            error = failure
-        with self._changed:
-            self._calls.append((number, facts | ({"lost": True} if lost else {})))
-            self._error = self._error or error
-            if lost:
-                self._lost.setdefault(server, lost)
-                window.lose(server, lost)
-            window.close(call)
-            for index, rollout in zip(indices, rollouts, strict=False):  # there are none after an error
-                self.rollouts.setdefault(index, rollout)
-            self.seconds = time.monotonic() - self._began
-            self._make_calls(window)
-
-
-@dataclass(frozen=True)
-class _Started:
-    """The requests of one step: their indices among those of a generation."""
-
-    generation: _Generation
-    indices: range
-
-    @property
-    def rollouts(self) -> list[Rollout | None]:
-        return [self.generation.rollouts.get(index) for index in self.indices]
-
-    @property
-    def seconds(self) -> float:
-        return self.generation.seconds
-
-    def wait(self) -> None:
-        self.generation.wait_until_idle()
 
 
 def _none_left(pool: Pool, seconds: float) -> EngineError:

@@ -27,6 +27,7 @@ from coordexp.families import STOP_TOKENS
 from coordexp.rollout.backend import Request, Rollout, common_decode
 from coordexp.rollout.guard import cut_at_end
 from coordexp.servers.protocol import (
+    ENGINE_FAULT,
     IMAGE,
     KEEP_ALIVE,
     OWN_KEY,
@@ -35,7 +36,6 @@ from coordexp.servers.protocol import (
     InferItem,
     InferRequest,
     LearnerFields,
-    Message,
     RequestConfig,
     WeightVersion,
     check_form,
@@ -163,10 +163,6 @@ class ServerClient:
     def get(self, path: str) -> bytes:
         return Call(self, "GET", path).result(time.monotonic() + self.timeouts.call)
 
-    def post(self, path: str, message: Message, until: float) -> bytes:
-        """Return the response. Raise ServerLost if the server dies meanwhile, or has not responded at `until`."""
-        return Call(self, "POST", path, message.to_json()).result(until)
-
     def infer(self, payload: dict[str, Any]) -> bytes:
         """Return the response. `infer_timeout_s` limits this call alone."""
         return Call(self, "POST", "/infer/", payload).result(time.monotonic() + self._infer_timeout)
@@ -231,6 +227,7 @@ class Call:
         self.client, self.path, self.since = client, path, time.monotonic()
         self.lines = 0
         self._stream: Any = None
+        self._is_cut = False
         self._task = Task(self._run, method, body, stays_open)
 
     @property
@@ -259,7 +256,8 @@ class Call:
             self.cut()
 
     def cut(self) -> None:
-        """End the call by closing its socket."""
+        """End the call by closing its socket, also one that is connected later."""
+        self._is_cut = True
         if self._stream is not None and (connection := self._stream.get_extra_info("socket")) is not None:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -270,23 +268,30 @@ class Call:
         headers = {} if content is None else {"Content-Type": "application/json"}
         options: Any = {"content": content, "headers": headers, "extensions": {"trace": self._trace}}
         with client.http.stream(method, f"{client.url}{self.path}", **options) as response:
-            if stays_open and response.status_code == 200:
-                for line in filter(None, response.iter_lines()):
-                    if '"error"' in line:
-                        raise client.to_error(500, self.path, line.encode())
-                    self.lines += 1
-                return b""
             for part in response.iter_bytes():
                 parts += part
                 if len(parts) > LARGEST:
                     raise EngineError(f"{client.name}: its answer has more than {LARGEST >> 20} MiB")
+                if stays_open and response.status_code == 200:
+                    *lines, parts = parts.split(b"\n")
+                    for line in filter(None, lines):
+                        self._read_line(line)
         if response.status_code != 200:
             raise client.to_error(response.status_code, self.path, bytes(parts))
+        if stays_open and parts:
+            self._read_line(parts)
         return bytes(parts)
+
+    def _read_line(self, line: bytearray) -> None:
+        if b'"error"' in line:
+            raise self.client.to_error(500, self.path, bytes(line))
+        self.lines += 1
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._stream = info["return_value"]
+            if self._is_cut:
+                self.cut()
 
 
 def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
@@ -337,14 +342,6 @@ def _content(request: Request, question: str) -> str:
     return IMAGE + text
 
 
-class RequestFailed(EngineError):
-    """One request of a call failed. The others may have succeeded."""
-
-    def __init__(self, index: int, problem: str, fix: str, code: str = "") -> None:
-        super().__init__(problem, fix)
-        self.index, self.code = index, code
-
-
 @dataclass(frozen=True)
 class ServerAnswer:
     """An answer as a server returns it: possibly with its stop token, and with the version of the weights, if the
@@ -357,16 +354,18 @@ class ServerAnswer:
     version: str | None
 
 
-def read_answers(body: bytes, count: int, server: str) -> list[ServerAnswer]:
-    """Return the answers in the order of the requests. Raise RequestFailed for the first request that failed."""
-    items = read_json(body, server, "/infer/")
+def read_answers(body: bytes, requests: Sequence[Request], server: str) -> list[ServerAnswer]:
+    """Return the answers in the order of the requests. Raise an error that names the image of the first request
+    that failed: ServerLost if the engine failed at it, and EngineError if the request was wrong."""
+    items, count = read_json(body, server, "/infer/"), len(requests)
     if not isinstance(items, list) or len(items) != count:
         actual = f"{len(items)} items" if isinstance(items, list) else f"a {type(items).__name__}"
         raise unreadable(server, "/infer/", f"{actual} where a list of {count} should be")
-    for index, item in enumerate(items):
+    for request, item in zip(requests, items, strict=True):
         if isinstance(item, dict) and "error" in item:
-            problem, fix, code = read_error(item)
-            raise RequestFailed(index, problem or "it failed without a reason", fix, code)
+            reason, fix, code = read_error(item)
+            problem = f"{request.image.path}: {server} could not answer it: {reason or 'it gave no reason'}"
+            raise (ServerLost if code == ENGINE_FAULT else EngineError)(problem, fix)
     answers = check_form(list[InferItem], items, server, "/infer/")
     return [_read_answer(item, f"[{index}].response", server) for index, item in enumerate(answers)]
 

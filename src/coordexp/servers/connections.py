@@ -5,13 +5,11 @@ The parser limits the size of a header, and this module that of a body. A client
 nothing is not closed: a server that listens for more than a trusted network belongs behind a proxy.
 """
 
-import asyncio
 import hmac
 import json
 import resource
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +22,6 @@ from coordexp.servers.protocol import KEEP_ALIVE, Refusal, bad_request
 
 MOST_HEADER = 2**14  # bytes of a header or trailer, unless it comes whole in one read
 BACKLOG = 256  # connections that wait to be accepted
-LEAVING = 0.5  # seconds that a request may take to clean up when the server stops
 MOST_BYTES = 256 * 2**20  # bytes in the body of one call
 PROBES = ("/health/", "/ready/")  # routes without a token
 
@@ -64,11 +61,10 @@ UVICORN: dict[str, Any] = {
 
 class AccessControl:
     """ASGI middleware that refuses requests with a missing token, for another host, or with a body that is too
-    large. Once the server is `ending`, it also ends the requests that are being answered, with the refusal that
-    `reason` returns."""
+    large."""
 
-    def __init__(self, app: Any, token: str | None, ending: asyncio.Event, reason: Callable[[], Refusal]) -> None:
-        self.app, self.token, self.ending, self.reason = app, token, ending, reason
+    def __init__(self, app: Any, token: str | None) -> None:
+        self.app, self.token = app, token
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -89,27 +85,7 @@ class AccessControl:
                 raise HTTPException(413)
             return message
 
-        await self._run_until_ending(scope, receive_checked, send)
-
-    async def _run_until_ending(self, scope: Any, receive: Any, send: Any) -> None:
-        last: list[Any] = []  # the latest message that was sent
-
-        async def send_noted(message: Any) -> None:
-            last[:] = [message]
-            await send(message)
-
-        work = asyncio.ensure_future(self.app(scope, receive, send_noted))
-        ending = asyncio.ensure_future(self.ending.wait())
-        with cancel_at_end(ending, work):
-            await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-                return
-        await asyncio.wait({work}, timeout=LEAVING)
-        if not last:
-            await to_response(self.reason())(scope, receive, send)
-        elif last[0]["type"] == "http.response.start" or last[0].get("more_body"):
-            await send(body_chunk("", is_last=True))
+        await self.app(scope, receive_checked, send)
 
     def _has_token(self, values: list[bytes]) -> bool:
         expected = f"Bearer {self.token}".encode()
@@ -160,17 +136,3 @@ def too_large(limit: str) -> Refusal:
 def to_response(refusal: Refusal) -> Response:
     """Return the refusal as JSON in ASCII: what it quotes from a request may have no form in UTF-8."""
     return Response(json.dumps(refusal.to_json()), refusal.status, media_type="application/json")
-
-
-def body_chunk(text: str, is_last: bool = False) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": text.encode(), "more_body": not is_last}
-
-
-@contextmanager
-def cancel_at_end(*tasks: "asyncio.Future[Any]") -> Iterator[None]:
-    """Cancel the tasks that are still running when the block ends, also by an exception."""
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()

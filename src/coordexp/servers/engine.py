@@ -83,64 +83,46 @@ class ServedEngine:
             (output,) = [output async for output in outputs]
         return output
 
-    async def join(self, host: str, port: int, world_size: int, timeout: float, plain: bool) -> None:
-        await self._ask("coordexp_join", host, port, world_size, timeout, plain)
+    async def join(self, host: str, port: int, world_size: int, timeout: float) -> None:
+        await self._ask("join", host, port, world_size, timeout)
 
     async def leave(self) -> None:
-        await self._ask("coordexp_leave")
+        await self._ask("leave")
 
-    async def start(self) -> None:
-        """Begin an update of whole weights. Remove the adapter, which belongs to the weights before."""
-        self._adapter = None
-        if self.takes_adapters:
-            await self._ask("coordexp_remove_adapter")
-        await self._ask("coordexp_start")
+    async def begin(self, is_adapter: bool) -> None:
+        """Begin an update of whole weights or of an adapter. An adapter belongs to the weights before, so one that
+        is in use is removed for whole weights."""
+        if not is_adapter:
+            self._adapter = None
+        await self._ask("begin", is_adapter)
 
     async def load(self, metadatas: Sequence[dict[str, Any]], next_bytes: int) -> None:
-        await self._ask("coordexp_load", list(metadatas), next_bytes)
-
-    async def finish(self, version: str) -> None:
-        await self._ask("coordexp_finish")
-        await self._commit(version)
-
-    async def _commit(self, version: str) -> None:
-        """Clear everything that was computed with the old weights, and only then report the new version."""
-        await self._ask("coordexp_clear_kv_cache")
-        await self.clear_caches()
-        await self.vllm.update_weight_version(version)
-        if (reported := await self.vllm.get_weight_version()) != version:
-            raise EngineError(f"weights of version {version} were sent, but the engine reports version {reported}")
-
-    async def abandon(self) -> None:
-        await self._ask("coordexp_abandon")
-
-    async def forget_adapter(self) -> None:
-        """Forget an adapter that was received or built but is not in use."""
-        await self._ask("coordexp_forget_adapter")
-
-    async def load_adapter(self, metadatas: Sequence[dict[str, Any]]) -> None:
-        await self._ask("coordexp_load_adapter", list(metadatas))
+        """Load one bucket. `next_bytes` is the length of the next one, if it comes at once."""
+        await self._ask("load", list(metadatas), next_bytes)
 
     async def build_adapter(self, config: dict[str, Any]) -> None:
         """Build the adapter beside the one in use. Everything that can be wrong with it is found here, before the
         old version is touched."""
         self._adapters += 1
-        await self._ask("coordexp_build_adapter", config, self._adapters)
+        await self._ask("build_adapter", config, self._adapters)
 
-    async def finish_adapter(self, version: str) -> None:
+    async def finish(self, version: str, is_adapter: bool) -> None:
+        """Put the new weights into use, clear everything that was computed with the old ones, and only then report
+        the new version."""
         self._adapter = None
-        await self._ask("coordexp_use_adapter")
-        await self._commit(version)
-        self._adapter = lora_request(self._adapters)
-
-    async def clear_caches(self) -> None:
+        await self._ask("finish")
         if not await self.vllm.reset_prefix_cache():
             raise EngineError("vLLM could not clear the prompts that it computed with the old weights")
         await self.vllm.reset_mm_cache()
         await self.vllm.reset_encoder_cache()
+        await self.vllm.update_weight_version(version)
+        if (reported := await self.vllm.get_weight_version()) != version:
+            raise EngineError(f"weights of version {version} were sent, but the engine reports version {reported}")
+        self._adapter = lora_request(self._adapters) if is_adapter else None
 
-    async def state_keys(self) -> list[str]:
-        return list((await self._call_workers("coordexp_state_keys"))[0])
+    async def abandon(self, is_adapter: bool) -> None:
+        """Forget what was received. Without an adapter, the engine then has neither old nor new weights."""
+        await self._ask("abandon", is_adapter)
 
     def close(self) -> None:
         """End the engine and close its sockets. When a replica has died, vLLM leaves them to the event loop. That
@@ -160,8 +142,9 @@ class ServedEngine:
         )
 
     async def _ask(self, method: str, *arguments: Any) -> None:
-        """Call a method in every worker, and raise EngineError if it fails in one. A worker returns its error as a
-        result. If it raised it, vLLM would take the other workers' results for those of the next call."""
+        """Call a method of every worker's receiver, and raise EngineError if it fails in one. A worker returns its
+        error as a result. If it raised it, vLLM would take the other workers' results for those of the next
+        call."""
         try:
             failures = await self._call_workers("coordexp_try", method, *arguments)
         except Exception as error:

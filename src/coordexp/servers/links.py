@@ -29,6 +29,15 @@ RETURNING = 30.0  # seconds that a server which is back may take to join, while 
 PAUSE = 30.0  # seconds between two attempts to connect to a server that could not be used, while others answer
 LEAVING = 2.0  # seconds that the end of a run waits for its groups to be left
 SAME_CONFIG = "start it with the config that the learner has"
+PROBLEMS = {
+    "refused": "nothing listens there",
+    "silent": "it does not respond",
+    "failed": "it reports that its engine has ended or hangs",
+}
+
+
+class NotUp(ServerLost):
+    """Nothing listens, or the server reports that it cannot work. It may just be starting."""
 
 
 @dataclass
@@ -48,15 +57,40 @@ class Links:
     def timeout(self) -> float:
         return self.setup.settings.vllm.server.timeout_s
 
-    def connect(self) -> dict[int, ServerFacts]:
+    def connect_all(self) -> dict[int, ServerFacts]:
         """Connect to all servers, at the beginning of a run, and return their facts. Raise EngineError if one
-        cannot be used."""
-        errors = self._open_all({index: Task(self._wait_for, client) for index, client in self.clients.items()})
-        for error in errors.values():
-            self.close()
-            fixes = [error.fix, "" if ALTERNATIVES in error.fix else f"without servers: {ALTERNATIVES}"]
-            raise EngineError(error.problem, "; ".join(filter(None, fixes))) from error
+        cannot be used, or is not up in time."""
+        began = notified = time.monotonic()
+        while missing := [index for index in self.clients if index not in self.open]:
+            errors = self.connect(missing, began + self.timeout, at_once=True)
+            now = time.monotonic()
+            for error in errors.values():
+                if isinstance(error, NotUp) and now - began < self.timeout:
+                    continue
+                self.close()
+                fixes = [error.fix, "" if ALTERNATIVES in error.fix else f"without servers: {ALTERNATIVES}"]
+                raise EngineError(error.problem, "; ".join(filter(None, fixes))) from error
+            for index in errors if now - notified >= NOTIFY_EVERY else ():
+                name, notified = self.clients[index].name, now
+                self.notify(f"waiting for {name}: {now - began:.0f} of {self.timeout:g} s")
+            if errors:
+                time.sleep(min(client.timeouts.poll for client in self.clients.values()))
         return {index: client.facts for index, client in self.clients.items() if client.facts}
+
+    def connect(self, indices: Sequence[int], until: float, at_once: bool) -> dict[int, EngineError]:
+        """Connect to those of these servers that are up, and return the errors of the others. A server that
+        responded but could not be used is not tried at every step, except with `at_once`."""
+        now = time.monotonic()
+        due = [index for index in indices if at_once or now - self._attempts.get(index, -PAUSE) >= PAUSE]
+        until = max(now + 1.0, until)
+        errors = {}
+        for index, task in {k: Task(self._connect, self.clients[k], until) for k in due}.items():
+            if (error := task.failure(EngineError)) is None:
+                self.open[index] = task.result()
+                self._attempts.pop(index, None)
+            else:
+                errors[index] = error
+        return errors
 
     def drop_ended(self) -> dict[int, Loss]:
         """Drop the links that their servers have closed, and return the losses of these servers."""
@@ -73,14 +107,6 @@ class Links:
         if (link := self.open.pop(index, None)) is not None:
             self._leaving.append(link.close())
 
-    def reconnect(self, out: Sequence[int], until: float, is_last_hope: bool) -> dict[int, EngineError]:
-        """Connect to those of these servers that are back, and return the errors of the others. The error of a
-        server that does not respond is a ServerLost. A server that responds but could not be used is not tried at
-        every step, unless no server is left (`is_last_hope`)."""
-        now = time.monotonic()
-        due = [index for index in out if is_last_hope or now - self._attempts.get(index, -PAUSE) >= PAUSE]
-        return self._open_all({index: Task(self._reconnect, self.clients[index], until) for index in due})
-
     def close(self) -> None:
         """Leave all groups. The process must not end while a thread leaves a group: gloo would abort it."""
         for index in list(self.open):
@@ -89,55 +115,18 @@ class Links:
         for task in self._leaving:
             task.done.wait(max(0.0, until - time.monotonic()))
 
-    def _open_all(self, tasks: Mapping[int, Task[Link]]) -> dict[int, EngineError]:
-        """Note the links that the tasks return, and return the errors of the others."""
-        errors = {}
-        for index, task in tasks.items():
-            if (error := task.failure(EngineError)) is None:
-                self.open[index] = task.result()
-                self._attempts.pop(index, None)
-            else:
-                errors[index] = error
-        return errors
-
-    def _wait_for(self, client: ServerClient) -> Link:
-        began = notified = time.monotonic()
-        while (health := client.health()) != "ok":
-            now = time.monotonic()
-            if now - began >= self.timeout:
-                raise _unreachable(client, health, now - began)
-            if now - notified >= NOTIFY_EVERY:
-                self.notify(f"waiting for {client.name}: {now - began:.0f} of {self.timeout:g} s")
-                notified = now
-            time.sleep(min(client.timeouts.poll, max(0.0, began + self.timeout - now)))
-        return self._join(client, time.monotonic() + self.timeout)
-
-    def _reconnect(self, client: ServerClient, until: float) -> Link:
+    def _connect(self, client: ServerClient, until: float) -> Link:
         if (health := client.health()) != "ok":
-            raise ServerLost(f"{client.name}: {_PROBLEMS[health]}")
-        now = self._attempts[client.index] = time.monotonic()
-        return self._join(client, max(now + 1.0, min(now + self.timeout, now + RETURNING, until)))
-
-    def _join(self, client: ServerClient, until: float) -> Link:
+            raise NotUp(
+                f"{client.name}: {PROBLEMS[health]} ({client.url}/health/)",
+                f"start it with `coordexp serve --config X.yaml --index {client.index}`, raise server.timeout_s, "
+                f"correct rollout_matching.vllm.server.servers[{client.index}].base_url, {OTHERWISE}",
+            )
+        self._attempts[client.index] = time.monotonic()
         facts = examine_server(client, self.setup, self.devices)
         kind = Link if facts.reports_version else swift_servers.SwiftLink
         sync = self.setup.settings.vllm.sync.timeout_s
         return kind(client, facts.world_size, self.setup.device, until, sync, self.notify)
-
-
-_PROBLEMS = {
-    "refused": "nothing listens there",
-    "silent": "it does not respond",
-    "failed": "it reports that its engine has ended or hangs",
-}
-
-
-def _unreachable(client: ServerClient, health: str, seconds: float) -> EngineError:
-    return EngineError(
-        f"{client.name}: {_PROBLEMS[health]}; {client.url}/health/ was tried for {seconds:.0f} s",
-        f"start it with `coordexp serve --config X.yaml --index {client.index}`, correct "
-        f"rollout_matching.vllm.server.servers[{client.index}].base_url, raise server.timeout_s, {OTHERWISE}",
-    )
 
 
 def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence[str]) -> ServerFacts:

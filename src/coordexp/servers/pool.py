@@ -28,36 +28,27 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Up:
-    version: int
-
-
-@dataclass(frozen=True)
-class Out:
-    loss: Loss
-
-
-@dataclass(frozen=True)
 class Pool:
-    """The state of all servers. `version` is that of the weights to answer with; None before the first sync."""
+    """The state of all servers: the version of its weights, or why it is out. `version` is that of the weights to
+    answer with; None before the first sync."""
 
     world_sizes: tuple[int, ...]
-    states: tuple[Up | Out, ...]
+    states: tuple[int | Loss, ...]
     version: int | None = None
 
     @classmethod
     def of(cls, world_sizes: Sequence[int]) -> "Pool":
-        return cls(tuple(world_sizes), (Out(Loss("no weights were sent to it yet")),) * len(world_sizes))
+        return cls(tuple(world_sizes), (Loss("no weights were sent to it yet"),) * len(world_sizes))
 
     @property
     def usable(self) -> tuple[int, ...]:
         if self.version is None:
             return ()
-        return tuple(k for k, state in enumerate(self.states) if state == Up(self.version))
+        return tuple(k for k, state in enumerate(self.states) if state == self.version)
 
     @property
     def out(self) -> dict[int, Loss]:
-        return {k: state.loss for k, state in enumerate(self.states) if isinstance(state, Out)}
+        return {k: state for k, state in enumerate(self.states) if isinstance(state, Loss)}
 
     @property
     def behind(self) -> tuple[int, ...]:
@@ -70,17 +61,17 @@ class Pool:
 
     def mark_synced(self, server: int, version: int) -> "Pool":
         """Mark the server as holding `version`. It rejoins the pool only if that is the current version."""
-        return self._with_state(server, Up(version)) if version == self.version else self
+        return self._with_state(server, version) if version == self.version else self
 
     def mark_lost(self, server: int, loss: Loss) -> "Pool":
         """Mark the server as out. If it is out already, keep the first reason."""
-        return self if isinstance(self.states[server], Out) else self._with_state(server, Out(loss))
+        return self if isinstance(self.states[server], Loss) else self._with_state(server, loss)
 
     def mark_failed(self, server: int, loss: Loss) -> "Pool":
         """Mark the server as out because an attempt to bring it back failed. Keep this newest reason."""
-        return self._with_state(server, Out(loss))
+        return self._with_state(server, loss)
 
-    def _with_state(self, server: int, state: Up | Out) -> "Pool":
+    def _with_state(self, server: int, state: int | Loss) -> "Pool":
         states = list(self.states)
         states[server] = state
         return replace(self, states=tuple(states))

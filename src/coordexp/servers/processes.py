@@ -7,41 +7,39 @@ when the server ends, however that happens.
 import json
 import os
 import re
-import select
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
-from typing import Any, NoReturn
+from tempfile import gettempdir
+from typing import Any
 from unittest.mock import patch
-
-import psutil
 
 from coordexp import child_processes
 from coordexp.errors import EngineError, UserError
 from coordexp.logs import capture_children
 from coordexp.rollout.start import EngineSetup, engine_arguments, first_sentence
 
-OWNER = "COORDEXP_ENGINE_OWNER"  # in the environment of the engine's processes: the pid of their owner
-
 
 @contextmanager
 def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
-    """Yield vLLM's arguments. An engine that is started with them inside this context gets the environment that it
-    needs, and an error of its processes is raised as EngineError, with its cause and a fix.
+    """Yield vLLM's arguments. An engine that is started with them inside this context ignores SIGINT and SIGTERM,
+    and an error of its processes is raised as EngineError, with its cause and a fix. This process keeps the
+    environment that its engine needs.
 
     `side` is the class that its workers import."""
-    recording = child_processes.recording_segments()
-    with _engine_environment(), capture_children(), recording, _error_log() as (logging, log), tied_to_owner():
+    folder = child_processes.engine_folder()
+    _set_environment(folder)
+    log = folder / "errors"
+    log.touch()
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    with _blocked_signals(), capture_children(), tied_to_owner():
         try:
             yield {
                 **engine_arguments(setup),
                 "worker_extension_cls": side,
-                "logging_config": logging,
+                "logging_config": _log_errors_to(log),
             }
         except UserError:
             raise
@@ -52,7 +50,8 @@ def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def tied_to_owner() -> Iterator[None]:
-    """Make the processes of engines that are started in this context end with this process.
+    """Make the processes of engines that are started in this context end with this process. Python's resource
+    tracker then removes their shared memory, and a shell their folder (`child_processes.engine_folder`).
 
     Workers import a class of ours, which sees to it. The engine and, with several replicas, the coordinator that
     counts their requests start with `run_engine` and `run_coordinator` instead of vLLM's own functions. These two
@@ -71,7 +70,7 @@ def run_engine(*positional: Any, **arguments: Any) -> None:
     """Run a vLLM engine, in its own process, until the owner ends."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    end_with(int(os.environ[OWNER]))
+    end_with_parent()
     EngineCoreProc.run_engine_core(*positional, **arguments)
 
 
@@ -81,48 +80,16 @@ def run_coordinator(**arguments: Any) -> None:
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    end_with(int(os.environ[OWNER]))
+    end_with_parent()
     DPCoordinatorProc.run_coordinator(**arguments)
 
 
-@cache  # an engine without workers is its own worker, and calls this twice
-def end_with(owner: int) -> None:
-    """End this process when its owner ends, however that happens. Otherwise vLLM's processes would live on and
-    keep their memory. A worker also ends with its engine."""
-    parent, engine = parent_process(), psutil.Process()
-    try:
-        owner_fd = os.pidfd_open(owner)
-    except ProcessLookupError:
-        _end(engine)
-    if parent is not None and parent.pid == owner:
-        if not parent.is_alive():  # the pid has gone to another process
-            _end(engine)
-    elif parent is not None:  # this is a worker, and its parent the engine
-        child_processes.end_with_parent()
-        if not parent.is_alive():
-            os._exit(1)  # a living owner removes their files; otherwise the engine has seen to it
-        engine = psutil.Process(parent.pid)
-    threading.Thread(target=_wait_and_end, args=(owner_fd, engine), daemon=True).start()
-
-
-def _wait_and_end(owner_fd: int, engine: psutil.Process) -> None:
-    select.select([owner_fd], [], [])
-    _end(engine)
-
-
-def _end(engine: psutil.Process) -> NoReturn:
-    """End all processes of an engine, of which this is one. Their shared memory is removed at once: they keep it
-    while they have it mapped. Their folder is removed when this process has ended."""
-    try:
-        processes = [engine, *engine.children(recursive=True)]
-        for process in processes:
-            child_processes.remove_segments(child_processes.find_segments(process.pid))
-        remover = child_processes.start_remover()  # noqa: F841 - waits until this process has ended
-        for process in reversed(processes):
-            with suppress(psutil.NoSuchProcess):
-                if process.pid != os.getpid():
-                    process.kill()
-    finally:
+def end_with_parent() -> None:
+    """Have Linux kill this process of an engine when its parent ends, whatever both are doing at that time:
+    otherwise it would live on and keep its memory. The parent of a worker is the engine."""
+    child_processes.end_with_parent()
+    parent = parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it has ended before
         os._exit(1)
 
 
@@ -143,18 +110,10 @@ def cause(message: str) -> str:
 
 
 def stop_engine(core: Any) -> None:
-    """Kill the engine and its workers, which have nothing to save. A worker that is asked to stop would wait for
-    the engine."""
-    segments: set[str] = set()
+    """Kill the engine, which has nothing to save. Its workers end with it."""
     for process in _processes(core):
-        with suppress(psutil.NoSuchProcess):
-            segments |= child_processes.find_segments(process.pid)
-            for worker in psutil.Process(process.pid).children(recursive=True):
-                segments |= child_processes.find_segments(worker.pid)
-                worker.kill()
         process.kill()
     core.shutdown()
-    child_processes.remove_segments(segments)
 
 
 def _processes(core: Any) -> list[Any]:
@@ -164,27 +123,23 @@ def _processes(core: Any) -> list[Any]:
     return [*(manager.processes if manager else ()), *([coordinator.proc] if coordinator else ())]
 
 
-@contextmanager
-def _error_log() -> Iterator[tuple[Any, Path]]:
-    """Yield a logging config for vLLM, and a file to which it also writes the errors of the engine's processes.
-    The exception that vLLM raises says only that there was an error."""
+def _log_errors_to(log: Path) -> Any:
+    """Return a logging config for vLLM, by which the engine's processes also write their errors to this file. The
+    exception that vLLM raises says only that there was an error."""
     from vllm.config.logging import LoggingConfig
     from vllm.logger import DEFAULT_LOGGING_CONFIG as DEFAULT
 
-    with TemporaryDirectory(dir=child_processes.engine_folder()) as folder:
-        config, log = Path(folder) / "logging.json", Path(folder) / "errors"
-        log.touch()
-        if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user has a logging config, which stays in force
-            yield None, log
-            return
-        level = os.environ["VLLM_LOGGING_LEVEL"]  # DEFAULT has the level of the time when vLLM was imported
-        handlers = {
-            "vllm": DEFAULT["handlers"]["vllm"] | {"level": level},
-            "file": {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"},
-        }
-        logger = {"handlers": list(handlers), "level": level, "propagate": False}
-        config.write_bytes(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}).encode())
-        yield LoggingConfig(pylogging_config_file=str(config)), log
+    if os.environ.get("VLLM_LOGGING_CONFIG_PATH"):  # the user has a logging config, which stays in force
+        return None
+    level = os.environ["VLLM_LOGGING_LEVEL"]  # DEFAULT has the level of the time when vLLM was imported
+    handlers = {
+        "vllm": DEFAULT["handlers"]["vllm"] | {"level": level},
+        "file": {"class": "logging.FileHandler", "filename": str(log), "level": "ERROR"},
+    }
+    logger = {"handlers": list(handlers), "level": level, "propagate": False}
+    config = log.with_name("logging.json")
+    config.write_bytes(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}).encode())
+    return LoggingConfig(pylogging_config_file=str(config))
 
 
 def _first_error(log: str) -> str | None:
@@ -193,32 +148,27 @@ def _first_error(log: str) -> str | None:
     return match and (match[2] if match[1] in ("ValueError", "RuntimeError") else f"{match[1]}: {match[2]}")
 
 
-@contextmanager
-def _engine_environment() -> Iterator[None]:
-    """Set the environment variables that the engine's processes inherit, and block SIGINT and SIGTERM for them,
-    while they are being started."""
+def _set_environment(folder: Path) -> None:
+    """Set the environment variables that the engine's processes inherit."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    folder = str(child_processes.engine_folder())
-    compiled = f"{gettempdir()}/torchinductor_{os.getuid()}"  # kept between runs, unlike TMPDIR below
-    variables = {
+    # What is compiled is kept between runs, unlike TMPDIR below.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads and locks
-        OWNER: str(os.getpid()),
-        child_processes.ENGINE_FOLDER: folder,
-        "VLLM_RPC_BASE_PATH": folder,
-        "TMPDIR": folder,
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled),
+        "VLLM_RPC_BASE_PATH": str(folder),
+        "TMPDIR": str(folder),
     }
-    before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(child_processes.TORCHRUN_VARIABLES)]:
         del os.environ[name]
-    os.environ.update(variables)
-    resource_tracker.ensure_running()  # starting it later would unblock the signals
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    with ExitStack() as at_end:
-        at_end.callback(os.environ.update, before)
-        for name in variables.keys() - before.keys():
-            at_end.callback(os.environ.pop, name)
-        at_end.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block SIGINT and SIGTERM for the processes that are being started."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
         yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

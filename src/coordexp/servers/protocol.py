@@ -1,10 +1,9 @@
 """The wire between a learner and a rollout server: its routes, messages, answers and errors. Both ends import this
 module, and it imports no torch.
 
-Messages are JSON in the format of ms-swift 4.6, with fields and routes of our own for versions and updates. A
-server refuses what it does not serve, and never ignores it. A learner reads everything that a server sends with
-the same models: a response that lacks a field, or has one of another type, is an error that names the server and
-the field.
+Requests and answers are JSON in the format of ms-swift 4.6; the routes for weights are our own. A server refuses
+what it does not serve, and never ignores it. A learner reads everything that a server sends with the same models:
+a response that lacks a field, or has one of another type, is an error that names the server and the field.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ from coordexp.errors import EngineError, UserError
 from coordexp.families import STOP_TOKENS
 from coordexp.files import is_encodable
 
-SERVER, PROTOCOL = "coordexp", 3
+SERVER, PROTOCOL = "coordexp", 4
 IMAGE = "<image>"  # stands for the image in the text of a message
 OWN_KEY = "coordexp"  # the key of our own fields in `data_dict`
 ENGINE_FAULT = "engine"  # the code of a request that failed through no fault of its own
@@ -77,7 +76,7 @@ Text = Annotated[str, AfterValidator(_check_utf8)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 TokenId = Annotated[int, Field(ge=0)]
-Metadata = dict[str, Any]  # of a tensor in a bucket, as `engine.weights.flatten` returns it
+LARGEST = 2**48  # bytes of a bucket
 
 
 class Message(BaseModel):
@@ -172,46 +171,40 @@ class InferCall(StrictMessage):
 # Weights: groups and updates
 
 
-class WeightMessage(Message):
-    """A message about weights. `group` names the sender's group. A client of ms-swift has no name for its own."""
+class WeightMessage(Message):  # POST /finish_update/
+    """A message about weights. `group` is the random name of the learner's group."""
 
-    group: Name | None = None
+    group: Name
 
 
 class JoinGroup(WeightMessage):  # POST /init_communicator/
-    """The response to a named group stays open, and the server is this learner's until the connection closes. It
-    has a line of JSON when the server is the learner's, and one when the group is complete, or the error."""
+    """The response stays open, and the server is this learner's until the connection closes. It has a line of JSON
+    when the server is the learner's, and one when the group is complete, or the error."""
 
     learner: Annotated[str, Field(max_length=200)] = "unknown"
-    host: str = ""
     port: Annotated[int, Field(ge=1, le=65535)]
     world_size: Annotated[int, Field(ge=2)]
     timeout_s: Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)] = UPDATE_TIMEOUT
 
 
-class StartUpdate(WeightMessage):  # POST /start_update/
+class BeginUpdate(WeightMessage):  # POST /begin_update/
     version: Name
-    adapter: bool = False
+    adapter: dict[str, Any] | None = None  # the config of the adapter that is sent, as peft writes it
 
 
-class LoadBucket(WeightMessage):  # POST /update_flattened_params/
-    metadatas: list[Metadata]
-    next_bytes: Annotated[int, Field(ge=0, le=2**48)] = 0
+class Metadata(Message):
+    """A tensor in a bucket, which is a buffer of bytes."""
 
-
-class LoadAdapterBucket(WeightMessage):  # POST /update_adapter_flattened_param/
-    peft_config: dict[str, Any]
-    metadatas: list[Metadata]
-
-
-class LoadTensor(WeightMessage):  # POST /update_named_param/
-    name: Text
+    name: Annotated[Text, Field(min_length=1, max_length=500)]
     dtype: Name
-    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(max_length=64)]
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST, strict=True)]], Field(max_length=64)]
+    start_idx: Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
+    end_idx: Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 
-class FinishUpdate(WeightMessage):  # POST /finish_update/
-    version: Name
+class LoadBucket(WeightMessage):  # POST /load_bucket/
+    metadatas: Annotated[list[Metadata], Field(min_length=1)]
+    next_bytes: Annotated[int, Field(ge=0, le=LARGEST)] = 0
 
 
 # What a server sends

@@ -3,7 +3,7 @@
 A server that fails is left behind, and the others go on. The pass itself always runs to its end, because other
 ranks may take part in gathering the weights.
 
-At every level, from here to the workers of a server, an update has the same calls: `start`, one `load` for each
+At every level, from here to the workers of a server, an update has the same calls: `begin`, one `load` for each
 bucket, and `finish`, over a group that was joined with `join`.
 """
 
@@ -25,29 +25,26 @@ from torch import Tensor
 
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig
-from coordexp.rollout.weights import (
+from coordexp.rollout.weights import find_non_finite, non_finite_error
+from coordexp.servers.client import Call, ServerClient, ServerLost
+from coordexp.servers.protocol import (
+    BeginUpdate,
+    JoinGroup,
+    Message,
+    WeightMessage,
+    WeightVersion,
+    read_response,
+)
+from coordexp.servers.transfer import (
     BUCKET_BYTES,
     GPU_BUCKET_BYTES,
     Bucket,
     Metadata,
     WeightGroup,
     buckets,
-    find_non_finite,
     flat_size,
     flatten,
     join,
-    non_finite_error,
-)
-from coordexp.servers.client import Call, ServerClient, ServerLost
-from coordexp.servers.protocol import (
-    FinishUpdate,
-    JoinGroup,
-    LoadAdapterBucket,
-    LoadBucket,
-    StartUpdate,
-    WeightMessage,
-    WeightVersion,
-    read_response,
 )
 from coordexp.tasks import Task, ignore
 
@@ -59,13 +56,11 @@ LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """A bucket in its buffer. `following` is the length of the next one, and 0 after the last. `adapter` is the
-    config of the adapter whose weights these are."""
+    """A bucket in its buffer. `following` is the length of the next one, and 0 after the last."""
 
     metadatas: list[Metadata]
     part: Tensor
     following: int
-    adapter: AdapterConfig | None = None
 
 
 class Link:
@@ -84,66 +79,51 @@ class Link:
     ) -> None:
         """Join a group with the server until `until`. Later, a transfer over it may take `sync` seconds."""
         self.client, self.notify = client, notify
-        self.name = uuid4().hex if self.is_ours else None
+        self.name = uuid4().hex
         self.is_torn = False  # the group may still carry weights that the server no longer expects
         self._loading: Call | None = None  # the load that the server has not answered yet
-        host, timeout = urlsplit(client.url).hostname or "127.0.0.1", max(sync, until - time.monotonic())
-        message = JoinGroup(host=host, port=client.group_port, world_size=world_size + 1)
-        if self.is_ours:
-            learner = {"learner": f"{socket.gethostname()}:{os.getpid()}", "timeout_s": timeout}
-            message = message.model_copy(update=learner)
-        self._joined = Call(client, "POST", "/init_communicator/", self._to_json(message), stays_open=self.is_ours)
+        timeout = max(sync, until - time.monotonic())
+        message = self._join_message(world_size + 1, timeout)
+        self._joined = Call(client, "POST", "/init_communicator/", message, stays_open=self.is_ours)
         try:
-            self.group = self._join(message, device, until, timeout)
+            self.group = self._join(world_size, device, until, timeout)
         except BaseException:
             self._joined.cut()
             raise
 
     @property
     def is_alive(self) -> bool:
-        return not (self.is_ours and self._joined.has_ended)
+        return not self._joined.has_ended
 
     def check(self) -> None:
         """Raise the error of a load that has failed meanwhile, or ServerLost if the server does not respond."""
         if (loading := self._loading) is not None:
             loading.check()
 
-    def start(self, version: str, is_adapter: bool, until: float) -> None:
+    def begin(self, version: str, adapter: AdapterConfig | None, until: float) -> None:
+        """Begin an update of whole weights, or of an adapter with this config."""
         if self.is_torn:
             raise ServerLost(f"{self.client.name}: it refused weights while they were being sent to it")
-        self.post("/start_update/", StartUpdate(version=version, adapter=is_adapter), until)
+        self.post("/begin_update/", BeginUpdate(group=self.name, version=version, adapter=adapter), until)
         self.is_torn = True
 
     def load(self, bucket: FlatBucket, until: float) -> None:
-        """Send a bucket. Return once the server has received it. A server of ours loads it while it receives the
-        next one, whose length it knows."""
-        message: WeightMessage
-        if bucket.adapter is not None:
-            path = "/update_adapter_flattened_param/"
-            message = LoadAdapterBucket(peft_config=bucket.adapter, metadatas=bucket.metadatas)
-        else:
-            path = "/update_flattened_params/"
-            more = {"next_bytes": bucket.following} if self.is_ours else {}
-            message = LoadBucket(metadatas=bucket.metadatas, **more)
-        is_expected = self._loading is not None and self.is_ours and bucket.adapter is None
+        """Send a bucket. Return once the server has received it: it loads it while it receives the next one, whose
+        length it knows."""
+        message = {"group": self.name, "metadatas": bucket.metadatas, "next_bytes": bucket.following}
+        is_expected = self._loading is not None
         if not is_expected:
-            self._begin_load(path, message, until)
-        if bucket.part.device.type == "cuda":
-            torch.cuda.set_device(bucket.part.device)
-        try:
-            self.group.broadcast(bucket.part)
-        except (RuntimeError, ValueError) as error:
-            self._wait_for_load(until)  # the server may say why
-            raise ServerLost(f"{self.client.name}: {error}") from error
+            self._begin_load("/load_bucket/", message, until)
+        self._broadcast(bucket.part, until)
         if is_expected:
-            self._begin_load(path, message, until)
+            self._begin_load("/load_bucket/", message, until)
 
     def finish(self, version: str, until: float) -> None:
         """Return once the server has put the weights into use, has cleared its caches, and reports the version."""
         self._wait_for_load(until)
         self.is_torn = False
         route = "/finish_update/"
-        body = self.post(route, FinishUpdate(version=version), until)
+        body = self.post(route, WeightMessage(group=self.name), until)
         reported = read_response(WeightVersion, body, self.client.name, route).weight_version
         if reported == version:
             reported = self.client.weight_version()
@@ -159,37 +139,61 @@ class Link:
     def leave(self) -> None:
         self.group.close()
 
-    def post(self, path: str, message: WeightMessage, until: float) -> bytes:
-        return Call(self.client, "POST", path, self._to_json(message)).result(until)
+    def post(self, path: str, message: Message, until: float) -> bytes:
+        """Return the response. Raise ServerLost if the server dies meanwhile, or has not responded at `until`."""
+        return Call(self.client, "POST", path, message.to_json()).result(until)
 
-    def _to_json(self, message: WeightMessage) -> dict[str, Any]:
-        values = message.to_json()
-        return values | {"group": self.name} if self.is_ours else values
-
-    def _begin_load(self, path: str, message: WeightMessage, until: float) -> None:
+    def _begin_load(self, path: str, message: dict[str, Any], until: float) -> None:
         self._wait_for_load(until)
-        self._loading = Call(self.client, "POST", path, self._to_json(message))
+        self._loading = Call(self.client, "POST", path, message)
 
     def _wait_for_load(self, until: float) -> None:
         if self._loading is not None:
             self._loading.result(until)
         self._loading = None
 
-    def _join(self, message: JoinGroup, device: torch.device, until: float, timeout: float) -> WeightGroup:
+    def _broadcast(self, part: Tensor, until: float) -> None:
+        if part.device.type == "cuda":
+            torch.cuda.set_device(part.device)
+        try:
+            self.group.broadcast(part)
+        except (RuntimeError, ValueError) as error:
+            self._wait_for_load(until)  # the server may say why
+            raise ServerLost(f"{self.client.name}: {error}") from error
+
+    @property
+    def _host(self) -> str:
+        return urlsplit(self.client.url).hostname or "127.0.0.1"
+
+    def _join_message(self, size: int, timeout: float) -> dict[str, Any]:
+        learner = f"{socket.gethostname()}:{os.getpid()}"
+        port = self.client.group_port
+        return JoinGroup(group=self.name, learner=learner, port=port, world_size=size, timeout_s=timeout).to_json()
+
+    @property
+    def _may_join(self) -> bool:
+        """True once the server is this learner's, and has left the group before."""
+        return self._joined.lines >= 1
+
+    @property
+    def _has_joined(self) -> bool:
+        return self._joined.lines == 2
+
+    def _join(self, rank: int, device: torch.device, until: float, timeout: float) -> WeightGroup:
         """Return the group: the server's workers, and this process as the last rank."""
-        host, port, size = message.host, message.port, message.world_size
+        host, port = self._host, self.client.group_port
         while True:  # an attempt to join before the port is open could disturb the next one
             self._joined.check()
-            if self._joined.lines or not self.is_ours:  # the server has left the group before
+            if self._may_join:
                 with suppress(OSError):
                     socket.create_connection((host, port), timeout=1).close()
                     break
             if time.monotonic() >= until:
-                let_in = self._joined.lines or not self.is_ours
-                raise self._no_group("nothing listens there" if let_in else "the server has not let this one in")
+                reason = "nothing listens there" if self._may_join else "the server has not let this one in"
+                raise self._no_group(reason)
             time.sleep(LOOK)
-        group = Task(join, host, port, size - 1, size, device, timeout, not self.is_ours)
-        while not (group.done.is_set() and self._is_answered) and group.error is None:
+        group = Task(join, host, port, rank, rank + 1, device, timeout, not self.is_ours)
+        while not (group.done.is_set() and self._has_joined) and group.error is None:
             self._joined.check()
             if time.monotonic() >= until + LATE:
                 raise self._no_group(f"it was not complete after {until - self._joined.since:.1f} s")
@@ -200,10 +204,6 @@ class Link:
         if group.error is not None:
             raise self._no_group(str(group.error).splitlines()[0]) from group.error
         return group.result()
-
-    @property
-    def _is_answered(self) -> bool:
-        return self._joined.lines == 2 if self.is_ours else self._joined.has_ended
 
     def _no_group(self, reason: str) -> ServerLost:
         return ServerLost(
@@ -275,7 +275,7 @@ def send(
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
     most = GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
     nothing_after: list[Bucket] = [[]]
-    steps.begin(methodcaller("start", version, adapter is not None, steps.until))
+    steps.begin(methodcaller("begin", version, adapter, steps.until))
     passing = iter(weights)
     try:
         for number, (bucket, following) in enumerate(pairwise(chain(buckets(passing, most), nothing_after))):
@@ -291,8 +291,7 @@ def send(
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             total += part.numel()
-            bucket_sent = FlatBucket(metadatas, part, flat_size(following), adapter)
-            steps.begin(methodcaller("load", bucket_sent, steps.until))
+            steps.begin(methodcaller("load", FlatBucket(metadatas, part, flat_size(following)), steps.until))
     finally:
         deque(passing, maxlen=0)  # other ranks take part in the pass, so it goes on to its end also after an error
     if broken is not None:

@@ -16,10 +16,11 @@ from pydantic import ValidationError
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
+from coordexp.rollout.backend import AdapterConfig
 from coordexp.rollout.weights import AdapterRefused
 from coordexp.servers.client import OTHERWISE, RequestRefused, ServerClient, ServerFacts
-from coordexp.servers.protocol import Response, WeightMessage, read_response
-from coordexp.servers.send import Link
+from coordexp.servers.protocol import Message, Response, read_response
+from coordexp.servers.send import FlatBucket, Link
 
 GUARD_ROUTE = "/coordexp_repeat_guard/"  # the route that our plugin adds
 # The calls after the weights, and whether older servers may lack them.
@@ -71,18 +72,23 @@ class SwiftLink(Link):
     """A group with a server of ms-swift. Anybody may join it or send weights to it."""
 
     is_ours = False
+    is_alive = _may_join = True
 
-    def start(self, version: str, is_adapter: bool, until: float) -> None:
+    def begin(self, version: str, adapter: AdapterConfig | None, until: float) -> None:
         """Do nothing: the first bucket begins an update."""
-        if is_adapter:
+        if adapter is not None:
             problem = "it is an ms-swift server, which does not report whether it loaded an adapter"
             raise AdapterRefused(f"{self.client.name}: {problem}")
+
+    def load(self, bucket: FlatBucket, until: float) -> None:
+        self._begin_load("/update_flattened_params/", {"metadatas": bucket.metadatas}, until)
+        self._broadcast(bucket.part, until)
 
     def finish(self, version: str, until: float) -> None:
         self._wait_for_load(until)
         for path, is_optional in ENDING:
             try:
-                self.post(path, WeightMessage(), until)
+                self.post(path, Message(), until)
             except RequestRefused as refused:
                 if refused.status != 404 or not is_optional:
                     raise
@@ -92,10 +98,15 @@ class SwiftLink(Link):
 
     def leave(self) -> None:
         with suppress(EngineError):
-            self.client.post(
-                "/close_communicator/", WeightMessage(), time.monotonic() + self.client.timeouts.health
-            )
+            self.post("/close_communicator/", Message(), time.monotonic() + self.client.timeouts.health)
         super().leave()
+
+    def _join_message(self, size: int, timeout: float) -> dict[str, Any]:
+        return {"host": self._host, "port": self.client.group_port, "world_size": size}
+
+    @property
+    def _has_joined(self) -> bool:
+        return self._joined.has_ended
 
 
 def check_guard_environment(guard: RepeatTerminate) -> None:

@@ -9,22 +9,20 @@ fails before that step, the old version stays. An adapter belongs to the weights
 once an update of whole weights has begun, the server takes no adapter any more.
 
 The group for weights is the ownership: the server belongs to the learner that has joined it, until the connection
-of that call closes. Then the server abandons the learner's update and leaves the group. A client of ms-swift keeps
-no connection open, so another such client may replace it at any time, but nobody may replace a learner. Its first
-bucket begins an update, and the first call that it makes after its last bucket ends it.
+of that call closes. Then the server abandons the learner's update and leaves the group.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from coordexp.errors import EngineError, explain
-from coordexp.rollout.weights import Metadata, check_metadata
 from coordexp.servers.engine import ServedEngine
-from coordexp.servers.protocol import UPDATE_TIMEOUT, JoinGroup, Refusal, bad_request
+from coordexp.servers.protocol import UPDATE_TIMEOUT, BeginUpdate, JoinGroup, LoadBucket, Refusal, bad_request
+from coordexp.servers.transfer import check_metadata
 from coordexp.tasks import ignore
 
 STARTED = "default"  # vLLM's name for the weights that it was started with
@@ -37,8 +35,7 @@ class Update:
 
     version: str
     since: float
-    adapter: bool = False
-    config: dict[str, Any] | None = None  # the adapter's config, as peft writes it
+    adapter: dict[str, Any] | None = None  # the config of the adapter that is sent, as peft writes it
     begun: bool = False  # the answers that were running have ended
     touched: bool = False  # the old weights are gone
     bytes: int = 0
@@ -57,7 +54,6 @@ class Updates:
         self.update: Update | None = None
         self.answering = 0
         self._timeout = UPDATE_TIMEOUT
-        self._plain = 0  # updates by clients of ms-swift so far
         self._changed = asyncio.Condition()
         self._engine = asyncio.Lock()  # one call about weights at a time
         self._expired: asyncio.Task[None] | None = None  # the event loop itself keeps no reference to a task
@@ -66,8 +62,7 @@ class Updates:
     async def answers(self) -> AsyncIterator[str]:
         """Yield the version of the weights. They do not change inside the block."""
         async with self._changed:
-            while self.update is not None:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: self.update is None)
             if (version := self.version) is None:
                 raise no_weights()
             self.answering += 1
@@ -84,34 +79,26 @@ class Updates:
         return 2 * self._timeout if self._engine.locked() else 0.0
 
     async def take(self, learner: JoinGroup) -> None:
-        """Let the server belong to a learner until it leaves, or to nobody if this is a client of ms-swift. Wait a
-        while if there is another learner, which may have just died. Leave the group that there was."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TAKEN), self._changed:
-                while self.owner is not None:
-                    await self._changed.wait()
-        if self.owner is not None:
-            raise Refusal(
-                409,
-                "taken",
-                f"learner {self.owner.learner} holds this server",
-                "end that one, or give this run servers of its own",
-            )
-        self._timeout = learner.timeout_s
-        self.owner = learner if learner.group else None
-        try:
-            await self._clear()
-        except BaseException:
-            await self._give_up(learner)
-            raise
+        """Let the server belong to a learner until it leaves. Wait a while if there is another one, which may have
+        just died."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TAKEN):
+                    await self._changed.wait_for(lambda: self.owner is None)
+            if self.owner is not None:
+                raise Refusal(
+                    409,
+                    "taken",
+                    f"learner {self.owner.learner} holds this server",
+                    "end that one, or give this run servers of its own",
+                )
+            self.owner, self._timeout = learner, learner.timeout_s
 
     async def join(self, learner: JoinGroup, host: str) -> None:
         """Let the workers meet the learner at this host."""
         async with self._engine:
             try:
-                await self.engine.join(
-                    host, learner.port, learner.world_size, learner.timeout_s, plain=learner.group is None
-                )
+                await self.engine.join(host, learner.port, learner.world_size, learner.timeout_s)
             except EngineError as error:
                 problem = f"the learner and the workers formed no group at port {learner.port}: {error.problem}"
                 raise Refusal(500, "no_group", problem, _PORT) from error
@@ -119,106 +106,59 @@ class Updates:
     async def leave(self, learner: JoinGroup) -> None:
         """Abandon the learner's update and leave its group. The server is free for another one then."""
         try:
-            await self._clear()
+            if self.update is not None:
+                await self._fail(self.update)
+            async with self._engine:
+                await self.engine.leave()
         finally:
-            await self._give_up(learner)
+            async with self._changed:
+                self.owner = None if self.owner is learner else self.owner
+                self._changed.notify_all()
 
-    async def _give_up(self, learner: JoinGroup) -> None:
-        async with self._changed:
-            self.owner = None if self.owner is learner else self.owner
-            self._changed.notify_all()
-
-    async def close_group(self, group: str | None) -> None:
-        self._check_group(group)
-        await self._clear()
-
-    async def start(self, group: str | None, version: str, adapter: bool = False) -> None:
+    async def begin(self, message: BeginUpdate) -> None:
         """Begin an update, once the answers that are running have ended."""
-        self._check_group(group)
+        self._check_group(message.group)
         async with self._changed:
             if self.update is not None:
                 raise Refusal(409, "update_running", f"weights of version {self.update.version} are being sent")
-            if adapter:
+            if message.adapter is not None:
                 self._check_adapters()
-            self.update = update = Update(version, time.perf_counter(), adapter)
+            self.update = update = Update(message.version, time.perf_counter(), message.adapter)
             self._restart_timer(update)
-            while self.answering != 0 and self.update is update:
-                await self._changed.wait()
+            await self._changed.wait_for(lambda: self.answering == 0 or self.update is not update)
         update.begun = True
         async with self._working(update):
-            if adapter:
-                await self.engine.forget_adapter()
-            else:
+            if update.adapter is None:
                 update.touched = self.base_changed = True
-                await self.engine.start()
+            await self.engine.begin(is_adapter=update.adapter is not None)
 
-    async def load(
-        self,
-        group: str | None,
-        metadatas: Sequence[Metadata],
-        next_bytes: int = 0,
-        config: dict[str, Any] | None = None,
-    ) -> None:
-        """Load one bucket. `next_bytes` is the length of the next one, if it comes at once. With a `config`, the
-        bucket is of an adapter."""
-        if not metadatas:
-            raise bad_request("metadatas: empty", "send at least one tensor")
+    async def load(self, message: LoadBucket) -> None:
+        """Load one bucket."""
+        metadatas = [metadata.model_dump() for metadata in message.metadatas]
         with explain(ValueError, "metadatas", to=bad_request):
             size = check_metadata(metadatas)
-        is_adapter = config is not None
-        if group is None and self.update is None:  # a client of ms-swift
-            self._plain += 1
-            await self.start(None, f"plain-{self._plain}", is_adapter)
-        update = self._running_update(group)
-        if update.adapter != is_adapter:
-            begun, other = ("an adapter", "whole weights") if update.adapter else ("whole weights", "an adapter")
-            raise Refusal(
-                409, "other_kind", f"the running update is of {begun}, but {other} came", "end that update first"
-            )
-        if update.config not in (None, config):
-            raise bad_request(
-                "peft_config: it differs from the one that came with the first tensors of this adapter"
-            )
+        update = self._running_update(message.group)
         self._restart_timer(update)
-        update.config = config
         async with self._working(update):
-            if is_adapter:
-                await self.engine.load_adapter(metadatas)
-            else:
-                await self.engine.load(metadatas, next_bytes)
+            await self.engine.load(metadatas, message.next_bytes)
         update.bytes += size
 
-    async def finish(self, group: str | None, version: str | None) -> str:
-        """Put the loaded weights into use, and return their version, which a client of ms-swift does not name."""
+    async def finish(self, group: str) -> str:
+        """Put the loaded weights into use, and return their version."""
         update = self._running_update(group)
-        if version not in (None, update.version):
-            raise Refusal(
-                409, "other_version", f"the running update is of version {update.version}, not of {version}"
-            )
-        if update.adapter:
+        if update.adapter is not None:
             async with self._working(update, _adapter_refused):
-                if update.config is None:
-                    raise EngineError("none of its tensors were sent")
-                await self.engine.build_adapter(update.config)
+                await self.engine.build_adapter(update.adapter)
         async with self._working(update):
-            if update.adapter:
-                update.touched = True
-                await self.engine.finish_adapter(update.version)
-            else:
-                await self.engine.finish(update.version)
+            update.touched = True
+            await self.engine.finish(update.version, is_adapter=update.adapter is not None)
             await self._end(update, "done", update.version)
         return update.version
 
-    async def finish_plain(self) -> None:
-        """End the update of a client of ms-swift, if one is running."""
-        self._check_group(None)
-        if self.update is not None:
-            await self.finish(None, None)
-
-    def _check_group(self, group: str | None) -> None:
-        if group != (self.owner.group if self.owner else None):
+    def _check_group(self, group: str) -> None:
+        if self.owner is None or group != self.owner.group:
             holder = f"learner {self.owner.learner} holds it" if self.owner else "nobody holds it"
-            problem = f"group {group or '(none)'} does not hold this server: {holder}"
+            problem = f"group {group} does not hold this server: {holder}"
             raise Refusal(
                 409, "other_group", problem, "join a group at /init_communicator/, and keep that call open"
             )
@@ -239,10 +179,10 @@ class Updates:
                 "start the server again, or send whole weights",
             )
 
-    def _running_update(self, group: str | None) -> Update:
+    def _running_update(self, group: str) -> Update:
         self._check_group(group)
         if self.update is None or not self.update.begun:
-            raise Refusal(409, "no_update", "no weight update is running", "begin one at /start_update/")
+            raise Refusal(409, "no_update", "no weight update is running", "begin one at /begin_update/")
         return self.update
 
     @asynccontextmanager
@@ -267,10 +207,8 @@ class Updates:
             if self.update is not update:
                 return
             try:
-                if update.adapter:
-                    await self.engine.forget_adapter()
-                elif update.touched:
-                    await self.engine.abandon()
+                if update.adapter is not None or update.touched:
+                    await self.engine.abandon(is_adapter=update.adapter is not None)
             finally:  # answers must not wait for this update, even if the engine cannot abandon it
                 await self._end(update, "failed", None if update.touched else self.version)
 
@@ -281,13 +219,6 @@ class Updates:
                 update.timer.cancel()
             self.count(outcome, time.perf_counter() - update.since, update.bytes)
             self._changed.notify_all()
-
-    async def _clear(self) -> None:
-        """Abandon the running update and leave the group that there is."""
-        if self.update is not None:
-            await self._fail(self.update)
-        async with self._engine:
-            await self.engine.leave()
 
     def _restart_timer(self, update: Update) -> None:
         """End the update if nothing more comes within the timeout, since answers wait for it."""

@@ -127,11 +127,10 @@ class RolloutFacts:
 
 @dataclass
 class ServerLog:
-    """Writes `servers.jsonl`: every sync, every call for rollouts with its seeds, and every retry. Ranks other
-    than the first write `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them,
-    and the sync mode and its fallbacks as of the latest sync. Each event is one write, because several threads
-    may record at once. If the disk is full, events are lost and the run continues. `watch` gets every event
-    too."""
+    """Writes `servers.jsonl`: every sync, and every call for rollouts with its seeds. Ranks other than the first
+    write `servers_1.jsonl` and so on. `run.json` gets the servers as the first sync found them, and the sync mode
+    and its fallbacks as of the latest sync. Each event is one write, because several threads may record at once.
+    If the disk is full, events are lost and the run continues. `watch` gets every event too."""
 
     folder: Path
     rank: int

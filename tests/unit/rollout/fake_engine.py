@@ -34,7 +34,7 @@ class FakeUpdates:
     def __init__(self, run: "Run") -> None:
         self.run = run
         self.lora_request: str | None = None
-        self.memory = SimpleNamespace(wake=lambda: None, sleep=lambda: None)
+        self.wake = self.sleep = lambda: None
 
     def load(self, weights: Any, version: int) -> None:
         self.run.see("whole weights")

@@ -96,14 +96,6 @@ WAYS_OUT = (
 )
 
 
-def test_an_answer_of_other_weights_than_those_of_the_last_sync_stops_the_run(monkeypatch):
-    run = Run(monkeypatch, sync_settings("full"))
-    run.step(1)
-    run.wrong_version = 1
-    with pytest.raises(EngineError, match="weights of version 1, but should be of version 2"):
-        run.step(2)
-
-
 @pytest.mark.scenario("R17.C4", "R17.S1", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "full"])
 def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_answered(

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordexp.rollout.backend import Decode, Rollout
-from coordexp.rollout.generate import _to_rollout
+from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
+from coordexp.rollout.generate import _to_rollout, generate_rollouts
 from tests.vocabularies import table
 
 TABLE = table("small")
@@ -33,3 +33,21 @@ def test_text_is_decoded_from_bytes_also_where_a_character_is_split_over_tokens_
     assert Rollout.of(TABLE, (), split, (), "stop").text == "猫"
     assert Rollout.of(TABLE, (), split[:2], (), "length").text == "\ufffd"
     assert Rollout.of(TABLE, (), [*split, 10**6], (), "stop").text == "猫"
+
+
+def test_a_call_that_is_interrupted_leaves_no_requests_in_the_engine():
+    aborted = []
+
+    def interrupt(*_, **options):
+        raise KeyboardInterrupt
+
+    core = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=100),
+        output_processor=SimpleNamespace(request_states={"a": None}),
+        abort_request=lambda names, internal: aborted.extend(names),
+    )
+    prompts = SimpleNamespace(ids=lambda *_: [1], text=lambda _: "")
+    request = Request(ImageRef("a.png", 8, 8, pixels=object()), Decode.greedy(3))
+    with pytest.raises(KeyboardInterrupt):
+        generate_rollouts(SimpleNamespace(llm_engine=core, generate=interrupt), prompts, TABLE, [request])
+    assert aborted == ["a"]

@@ -9,9 +9,9 @@ import torch
 from coordexp.answers.table import COORD_TOKENS
 from coordexp.config.rollout import RolloutMatching
 from coordexp.errors import EngineError
-from coordexp.rollout.executor import RankExecutor
 from coordexp.rollout.generate import COMMAND_FIXES
 from coordexp.rollout.start import TRAINING_FIXES, EngineSetup, check_vocabulary, first_sentence, start_engine
+from coordexp.rollout.update import RankExecutor
 from coordexp.servers.processes import _first_error
 from tests.vocabularies import table
 

@@ -3,10 +3,9 @@
 from itertools import pairwise
 
 import torch
-from transformers import Qwen3VLConfig
 from transformers.cache_utils import DynamicLayer
 
-from coordexp.rollout.hugging_face import GrowingLayer, make_cache
+from coordexp.rollout.hugging_face import GrowingLayer
 
 
 def append_tokens(layer: DynamicLayer, counts: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -35,8 +34,3 @@ def test_a_growing_layer_copies_its_tokens_only_when_it_has_no_room_left():
         places.append(keys.data_ptr())
     assert layer.get_seq_length() == 1000
     assert sum(before != after for before, after in pairwise(places)) < 10
-
-
-def test_the_cache_has_a_growing_layer_for_each_layer_of_the_decoder():
-    config = Qwen3VLConfig(text_config={"num_hidden_layers": 3})
-    assert [type(layer) for layer in make_cache(config).layers] == [GrowingLayer] * 3

@@ -8,7 +8,7 @@ import pytest
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout import colocate
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
-from coordexp.rollout.colocate import REQUESTS, RankGroup, from_text, to_text
+from coordexp.rollout.colocate import RankGroup
 
 GUARDED = Decode(9, "sampling", temperature=0.5, guard=RepeatTerminate(enabled=True, max_object_keys=3))
 
@@ -47,7 +47,7 @@ def ranks(monkeypatch):
 
 
 def request(rank: int, number: int) -> Request:
-    return Request(ImageRef(f"images/{rank}-{number}.png", 64, 48), GUARDED, seed=10 * rank + number + 1)
+    return Request(ImageRef(f"images/é{rank}-{number}.png", 64, 48), GUARDED, seed=10 * rank + number + 1)
 
 
 def answer(request: Request) -> Rollout:
@@ -80,8 +80,3 @@ def test_each_rank_gets_the_answers_to_its_own_requests_in_their_order(ranks, si
 def test_a_rank_with_an_engine_of_its_own_asks_nobody(ranks):
     own = [request(3, 0)]
     assert RankGroup(3, 1).share_requests(own, lambda requests: list(map(answer, requests))) == [answer(own[0])]
-
-
-def test_requests_survive_the_way_through_text():
-    requests = [request(0, 0), Request(ImageRef("é.png", 1, 2), Decode(5, stop_bias=0.5))]
-    assert from_text(REQUESTS, to_text(REQUESTS, requests)) == requests

@@ -84,7 +84,7 @@ class SleepingRun:
         self.engine = FakeSleepingEngine(self.events)
         patch.setattr(colocate, "start_engine", lambda setup, adapters: self.engine)
         patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
-        patch.setattr(update, "ModelReload", lambda runner: runner)
+        patch.setattr(update, "load_all", lambda runner, weights: runner.load(weights))
         patch.setattr(update, "set_current_vllm_config", nullcontext)
         patch.setattr(update, "clear_kv_caches", self.engine.clear_kv_caches)
         patch.setattr(update, "build_adapter", lambda *given: None)
@@ -148,31 +148,6 @@ def test_an_evaluation_at_the_version_of_the_engine_wakes_it_without_a_sync(monk
         "learner back",
     ]
     assert run.step(2) == ["learner out", *WAKE, "answers", "sleep", "learner back"]
-
-
-def test_a_session_that_does_not_use_the_engine_leaves_it_asleep(monkeypatch):
-    run = SleepingRun(monkeypatch)
-    run.step(1)
-    run.events.clear()
-    with run.backend.session():
-        run.sync(1)
-    assert run.events == [] and run.engine.asleep == TAGS
-
-
-def test_a_session_with_a_sync_alone_ends_with_a_sleeping_engine(monkeypatch):
-    run = SleepingRun(monkeypatch)
-    run.step(1)
-    run.events.clear()
-    with run.backend.session():
-        run.sync(2)
-    assert run.events == ["learner out", *WAKE, "sleep", "learner back"]
-    assert run.step(2)[-3:] == ["answers", "sleep", "learner back"]
-
-
-def test_the_canary_asks_an_engine_that_is_awake(monkeypatch):
-    run = SleepingRun(monkeypatch, sync={"canary_every": 1})
-    run.step(1)
-    assert run.step(2) == ["learner out", *WAKE, "answers", "answers", "sleep", "learner back"]
 
 
 def test_an_adapter_goes_to_an_engine_that_still_has_its_base_weights(monkeypatch):

@@ -93,7 +93,7 @@ class Run:
 
     def has_weights(self, server, version) -> bool:
         same = all(torch.equal(server.weights[name], weight) for name, weight in self.weights.items())
-        is_current = server.version == self.backend._name_version(version)
+        is_current = server.version == self.backend.asker.name_version(version)
         return same and is_current and set(server.weights) == set(self.weights)
 
     def clear_calls(self):

@@ -45,7 +45,7 @@ def test_an_update_that_fails_in_one_replica_fails(results):
 def test_every_replica_is_called():
     core = FakeCore(None, None)
     asyncio.run(engine_of(core).leave())
-    assert core.calls == [("collective_rpc", "coordexp_try", None, ("coordexp_leave",), None)]
+    assert core.calls == [("collective_rpc", "coordexp_try", None, ("leave",), None)]
 
 
 def test_every_replica_has_made_answers_with_log_probabilities_before_the_engine_is_ready(monkeypatch):
@@ -90,7 +90,7 @@ def test_an_engine_that_ends_during_a_call_is_reported_as_ended(monkeypatch):
     with pytest.raises(Refusal) as refusal:
         asyncio.run(dying(ends=True).leave())
     assert (refusal.value.status, refusal.value.code) == (503, "engine_ended")
-    assert "follower" not in refusal.value.problem and "coordexp_leave" in refusal.value.problem
+    assert "follower" not in refusal.value.problem and "leave" in refusal.value.problem
     with pytest.raises(EngineError, match=r"^collective_rpc should not be called on follower"):
         asyncio.run(dying(ends=False).leave())
 

@@ -21,8 +21,8 @@ class FakeLink:
     def check(self):
         pass
 
-    def start(self, version, is_adapter, until):
-        self._record("start")
+    def begin(self, version, adapter, until):
+        self._record("begin")
 
     def load(self, bucket, until):
         self._record("load")
@@ -36,11 +36,11 @@ class FakeLink:
             raise self.error
 
 
-@pytest.mark.parametrize("fails_at", ["start", "load", "finish"])
+@pytest.mark.parametrize("fails_at", ["begin", "load", "finish"])
 def test_whatever_a_server_raises_it_alone_is_left_out(fails_at):
     links = [FakeLink(0), FakeLink(1, fails_at, ValueError("a defect"))]
     sent = send(links, [("w", torch.ones(8))], "7", CPU, seconds=20)
-    assert links[0].calls == ["start", "load", "finish"] and links[1].calls[-1] == fails_at
+    assert links[0].calls == ["begin", "load", "finish"] and links[1].calls[-1] == fails_at
     assert list(sent.errors) == [1] and "a defect" in str(sent.errors[1])
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(30)
 
 CONFIG = {"r": 2, "lora_alpha": 4}
 ADAPTER = {f"{name}.lora_{half}.weight": torch.randn(2, 30) for name in ("q", "k", "v", "o") for half in "AB"}
-START, BUCKET, FINISH = "/start_update/", "/update_adapter_flattened_param/", "/finish_update/"
+START, BUCKET, FINISH = "/begin_update/", "/load_bucket/", "/finish_update/"
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def has_adapter(server, version) -> bool:
     return same and set(server.weights) == set(ADAPTER) and (server.adapter, server.version) == (CONFIG, version)
 
 
+def kinds(learner) -> list[bool]:
+    """Return whether it was an adapter, for each update that was begun."""
+    calls = [body for server in learner.servers for path, body in server.calls if path == START]
+    return [body["adapter"] == CONFIG for body in calls]
+
+
 def warnings(learner) -> list[str]:
     return [message for message in learner.messages if message.startswith("warning")]
 
@@ -48,11 +54,10 @@ def test_only_the_adapter_is_sent_to_every_server_and_this_is_recorded(adapting)
     learner = adapting()
     for version in (1, 2):
         learner.sync(version)
-        assert all(has_adapter(server, learner.backend._name_version(version)) for server in learner.servers)
+        assert all(has_adapter(server, learner.backend.asker.name_version(version)) for server in learner.servers)
         assert are_right(learner.generate(6), version)
     assert all(server.paths().count(BUCKET) >= 4 for server in learner.servers)
-    assert not any("/update_flattened_params/" in server.paths() for server in learner.servers)
-    assert warnings(learner) == []
+    assert kinds(learner) == [True] * 4 and warnings(learner) == []
     assert {event["sync_mode"] for event in learner.events} == {"adapter"}
     assert learner.backend.describe()["fallbacks"] == []
 
@@ -82,7 +87,7 @@ def test_a_run_whose_server_refuses_the_adapter_sends_whole_weights_from_then_on
     learner.clear_calls()
     learner.sync(3)
     assert all(learner.has_weights(server, 3) for server in learner.servers) and are_right(learner.generate(6), 3)
-    assert not any(BUCKET in server.paths() for server in learner.servers)
+    assert kinds(learner) == [False] * 2
     assert warnings(learner) == [warning] == learner.backend.describe()["fallbacks"]
     modes = [(event["version"], event["sync_mode"]) for event in learner.events if event["event"] == "sync"]
     assert modes == [(1, "adapter"), (2, "full"), (3, "full")]
@@ -109,7 +114,7 @@ def test_a_run_that_may_not_fall_back_stops_and_names_the_alternatives(adapting)
     problem, fix = str(error.value).splitlines()
     assert "base_changed" in problem
     assert "sync.mode: full, or sync.fallback_to_full: true" in fix and "rollout_backend: hf" in fix
-    assert not any("/update_flattened_params/" in server.paths() for server in learner.servers)
+    assert all(kinds(learner))
 
 
 def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adapting):
@@ -117,10 +122,12 @@ def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adaptin
     learner.sync(1)
     learner.servers[1].faults[FINISH].append(dies)
     learner.sync(2)
-    assert has_adapter(learner.servers[0], learner.backend._name_version(2)) and are_right(learner.generate(4), 2)
+    assert has_adapter(learner.servers[0], learner.backend.asker.name_version(2)) and are_right(
+        learner.generate(4), 2
+    )
     learner.servers[1].restart()
     learner.sync(3)
-    assert all(has_adapter(server, learner.backend._name_version(3)) for server in learner.servers)
+    assert all(has_adapter(server, learner.backend.asker.name_version(3)) for server in learner.servers)
     assert are_right(learner.generate(4), 3)
     assert learner.backend.sync_mode.mode == "adapter" and learner.backend.describe()["fallbacks"] == []
 
@@ -130,4 +137,4 @@ def test_a_server_of_ms_swift_gets_whole_weights(adapting):
     learner.sync(1)
     (warning,) = [message for message in warnings(learner) if "whole weights are sent" in message]
     assert "ms-swift" in warning
-    assert BUCKET not in learner.servers[0].paths() and set(learner.servers[0].weights) == set(learner.weights)
+    assert set(learner.servers[0].weights) == set(learner.weights)

@@ -14,6 +14,7 @@ import torch
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import DataError, EngineError
+from coordexp.servers import asking
 from coordexp.servers import backend as server_backend
 from coordexp.servers import send as server_weights
 from coordexp.tasks import Task
@@ -66,7 +67,7 @@ def test_every_server_has_the_learners_weights_bit_for_bit_after_a_sync(run):
 def test_our_server_gets_the_length_of_the_next_bucket_and_an_ms_swift_server_only_fields_that_it_knows(run):
     learner = run(servers=1)
     learner.sync(0)
-    bodies = [body for path, body in learner.servers[0].calls if path == "/update_flattened_params/"]
+    bodies = [body for path, body in learner.servers[0].calls if path == "/load_bucket/"]
     lengths = [max(tensor["end_idx"] for tensor in body["metadatas"]) for body in bodies]
     assert len(lengths) > 3
     assert [body["next_bytes"] for body in bodies] == [*lengths[1:], 0]
@@ -74,14 +75,6 @@ def test_our_server_gets_the_length_of_the_next_bucket_and_an_ms_swift_server_on
     other.sync(0)
     bodies = [body for path, body in other.servers[0].calls if path == "/update_flattened_params/"]
     assert all(body.keys() == {"metadatas"} for body in bodies)
-
-
-def test_a_version_that_the_servers_have_is_not_sent_again(run):
-    learner = run()
-    learner.sync(3)
-    learner.clear_calls()
-    learner.sync(3)
-    assert not any("update" in path for server in learner.servers for path in server.paths())
 
 
 @pytest.mark.scenario("R07.S3", on="fake")
@@ -219,19 +212,9 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_not_a_hang(run, monkeyp
             raise RuntimeError("can't start new thread")
         return Task(*arguments, **options)
 
-    monkeypatch.setattr(server_backend, "Task", start_few)
+    monkeypatch.setattr(asking, "Task", start_few)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         learner.generate(4)
-
-
-def test_an_error_in_rollouts_that_were_started_is_raised_when_they_are_finished(run):
-    learner = run(servers=1)
-    learner.sync(1)
-    error = {"error": {"code": "bad_request", "message": "no such image", "fix": "copy it there"}}
-    learner.servers[0].faults["/infer/"].append(changed(lambda items: [error, *items[1:]]))
-    started = learner.backend.start([requests(2)])[0]
-    with pytest.raises(EngineError, match="no such image"):
-        learner.backend.finish(started, 1)
 
 
 @pytest.mark.scenario("R07.C16", on="fake")
@@ -263,13 +246,6 @@ def test_every_call_has_the_token(run, monkeypatch):
     assert {header for path, header in learner.servers[0].headers} == {"Bearer secret"}
 
 
-def test_a_wrong_token_is_an_error(run, monkeypatch):
-    monkeypatch.setenv("COORDEXP_SERVER_TOKEN", "guess")
-    learner = run(servers=1, options={"token": "secret"})
-    with pytest.raises(EngineError, match="401 unauthorized: no valid token"):
-        learner.sync(1)
-
-
 # What stops a run
 
 
@@ -282,7 +258,7 @@ def test_a_server_that_cannot_be_reached_in_timeout_s_stops_the_run_and_names_th
         learner.sync(0)
     assert 0.3 <= time.monotonic() - began < 3.0
     message, url = str(error.value), learner.servers[1].url
-    for part in (url, "nothing listens", "0 s", "coordexp serve", "--index 1", "mode: colocate"):
+    for part in (url, "nothing listens", "coordexp serve", "--index 1", "mode: colocate"):
         assert part in message
     assert "rollout_backend: hf" in message
     assert _becomes_true(lambda: learner.servers[0].owner is None)
@@ -314,7 +290,7 @@ def test_another_model_is_refused_with_what_differs(run):
     [
         ({"dtype": "bfloat16"}, "its weights are bfloat16, but model.dtype is float32"),
         ({"guard": {"enabled": True}}, "its repeat_terminate.enabled is True, but the learner's is False"),
-        ({"protocol": 1}, "with protocol 1, but this learner uses coordexp's protocol 3"),
+        ({"protocol": 1}, "with protocol 1, but this learner uses coordexp's protocol 4"),
         ({"world_size": 3}, "/get_world_size/ says 1, but /version/ says 3"),
         ({"boot": None}, "/version/ cannot be read: boot is None: Input should be a valid string"),
     ],
@@ -325,29 +301,6 @@ def test_a_server_that_does_not_fit_is_refused(run, change, problem):
     with pytest.raises(EngineError) as error:
         learner.sync(0)
     assert problem in str(error.value)
-
-
-def test_a_server_with_other_limits_on_the_pixels_of_an_image_is_refused(run):
-    learner = run(servers=1)
-    facts = learner.servers[0].facts
-    facts["model"] = facts["model"] | {"image_size.longest_edge": 4096}
-    with pytest.raises(EngineError) as error:
-        learner.sync(0)
-    assert "image_size.longest_edge is 4096 there and None here" in error.value.problem
-    assert "max_pixels" in error.value.fix
-
-
-def test_a_server_whose_group_has_another_size_than_it_reports_stops_the_run(run):
-    """The learner waits for one worker more than there is."""
-    learner = run(sizes=[2], timeout_s=1.5)
-    learner.servers[0].faults["/init_communicator/"].append(_one_worker)
-    with pytest.raises(EngineError, match="no group for weights"):
-        learner.sync(0)
-
-
-def _one_worker(handler):
-    handler.fake.world_size = 1
-    return False
 
 
 @pytest.mark.scenario("R15.S1", on="fake")
@@ -460,9 +413,12 @@ def _less_likely(items, at):
 
 
 ENGINE_FAILED = {"error": {"code": "engine", "message": "vLLM ended an answer by itself", "fix": "ask again"}}
-RETRIES = {
-    "http_500": (status(500), "/infer/ answered 500"),
-    "engine": (
+FAULTS = {
+    "dies": (dies, "connection failed"),
+    "freezes": (freezes, "no response"),
+    "empty": (status(503, "no_weights"), "answered 503 no_weights"),
+    "fails": (status(500), "answered 500"),
+    "engine fails": (
         changed(lambda items: [items[0], ENGINE_FAILED]),
         "could not answer it: vLLM ended an answer by itself",
     ),
@@ -470,45 +426,21 @@ RETRIES = {
 
 
 @pytest.mark.scenario("R32.C2", on="fake")
-@pytest.mark.parametrize("kind", RETRIES)
-def test_a_call_that_the_server_failed_at_is_retried_once_with_the_same_seeds_and_the_retry_is_recorded(run, kind):
-    learner = run(servers=2, decode_batch_size=2)
-    learner.sync(5)
-    learner.clear_calls()
-    fault, reason = RETRIES[kind]
-    learner.servers[1].faults["/infer/"].append(fault)
-    assert are_right(learner.generate(4), 5)
-    assert learner.servers[0].asked() == [[100, 101]] and learner.servers[1].asked() == [[102, 103]] * 2
-    (retry,) = [event for event in learner.events if event["event"] == "retry"]
-    assert reason in retry.pop("reason")
-    assert retry == {
-        "event": "retry",
-        "server": 1,
-        "base_url": learner.servers[1].url,
-        "version": 5,
-        "requests": [{"image": "2.png", "seed": 102}, {"image": "3.png", "seed": 103}],
-    }
-    json.dumps(learner.events)
-
-
-def test_requests_of_a_server_that_fails_twice_go_to_the_others(run):
-    learner = run()
-    learner.sync(1)
-    learner.servers[0].faults["/infer/"] += [status(500), status(500)]
-    assert are_right(learner.generate(4), 1)
-    assert learner.backend.pool.usable == (1,)
-    assert "goes on without" in learner.messages[-1]
-
-
-@pytest.mark.parametrize("fault", [dies, freezes, status(503, "no_weights")], ids=["dies", "freezes", "empty"])
-def test_requests_of_a_server_that_is_lost_while_it_answers_go_to_the_others(run, fault):
+@pytest.mark.parametrize(("fault", "reason"), FAULTS.values(), ids=FAULTS)
+def test_requests_of_a_server_that_fails_while_it_answers_go_to_the_others_which_is_recorded(run, fault, reason):
     learner = run(silence=0.8 if fault is freezes else None)
     learner.sync(1)
     learner.servers[1].faults["/infer/"].append(fault)
     began = time.monotonic()
-    assert are_right(learner.generate(6), 1)
+    assert are_right(learner.generate(4), 1)
     assert time.monotonic() - began < 8
-    assert learner.backend.pool.usable == (0,)
+    assert learner.backend.pool.usable == (0,) and "goes on without" in learner.messages[-1]
+    *_, last = learner.events
+    (lost,) = [call for call in last["calls"] if call.get("lost")]
+    assert (lost["server"], lost["seed"], lost["count"]) == (1, 102, 2) and reason in lost["reason"]
+    made = [call for call in last["calls"] if call is not lost]
+    assert {call["server"] for call in made} == {0} and sum(call["count"] for call in made) == 4
+    json.dumps(learner.events)
 
 
 def test_a_run_waits_for_a_server_that_is_slow_but_alive(run):
@@ -547,7 +479,7 @@ def test_a_server_that_takes_longer_than_the_timeout_that_was_set_is_lost(run):
 @pytest.mark.scenario("R07.C14", on="fake")
 def test_a_positive_infer_timeout_s_limits_no_other_call_than_generation(run):
     learner = run(servers=1, infer_timeout_s=0.3)
-    others = ["/get_world_size/", "/version/", "/init_communicator/", "/start_update/", "/finish_update/"]
+    others = ["/get_world_size/", "/version/", "/init_communicator/", "/begin_update/", "/finish_update/"]
     for path in others:
         learner.servers[0].faults[path].append(slow(0.5))
     learner.sync(1)
@@ -556,7 +488,7 @@ def test_a_positive_infer_timeout_s_limits_no_other_call_than_generation(run):
 
 
 @pytest.mark.parametrize("fault", [dies, status(500, "update_failed")], ids=["dies", "fails"])
-@pytest.mark.parametrize("path", ["/start_update/", "/update_flattened_params/", "/finish_update/"])
+@pytest.mark.parametrize("path", ["/begin_update/", "/load_bucket/", "/finish_update/"])
 def test_a_server_that_fails_in_a_sync_is_not_asked_until_it_has_had_a_full_sync(run, path, fault):
     learner = run()
     learner.sync(1)
@@ -574,7 +506,7 @@ def test_a_server_that_fails_in_a_sync_is_not_asked_until_it_has_had_a_full_sync
 def test_a_run_goes_on_at_once_without_a_server_that_hangs_in_a_sync_and_is_silent(run):
     learner = run(silence=0.8)
     learner.sync(1)
-    learner.servers[0].faults["/update_flattened_params/"].append(freezes)
+    learner.servers[0].faults["/load_bucket/"].append(freezes)
     began = time.monotonic()
     learner.sync(2)
     assert time.monotonic() - began < 5
@@ -585,7 +517,7 @@ def test_a_run_goes_on_at_once_without_a_server_that_hangs_in_a_sync_and_is_sile
 def test_a_run_goes_on_at_the_deadline_without_a_server_that_is_alive_and_loads_no_weights(run):
     learner = run(sync_timeout_s=2)
     learner.sync(1)
-    learner.servers[0].faults["/update_flattened_params/"].append(slow(8))
+    learner.servers[0].faults["/load_bucket/"].append(slow(8))
     began = time.monotonic()
     learner.sync(2)
     assert time.monotonic() - began < 4
@@ -604,7 +536,10 @@ def test_a_server_that_does_not_report_the_new_version_is_not_synced(run, path):
     learner.servers[0].faults[path].append(garbage(b'{"weight_version": "1"}'))
     learner.sync(2)
     assert learner.backend.pool.usable == (1,)
-    assert f"version {learner.backend._name_version(2)} was sent, but it reports version 1" in learner.messages[-1]
+    assert (
+        f"version {learner.backend.asker.name_version(2)} was sent, but it reports version 1"
+        in learner.messages[-1]
+    )
 
 
 @pytest.mark.scenario("R08.C2", "R08.C5", "R20.C1", on="fake")
@@ -615,7 +550,7 @@ def test_a_restarted_server_is_not_used_before_it_has_the_weights(run):
     assert are_right(learner.generate(3), 4)
     assert learner.has_weights(learner.servers[0], 4)
     assert any(
-        f"version default, not {learner.backend._name_version(4)}" in message for message in learner.messages
+        f"version default, not {learner.backend.asker.name_version(4)}" in message for message in learner.messages
     )
 
 
@@ -686,21 +621,6 @@ def test_a_server_of_ms_swift_gets_the_weights_and_is_asked(run):
     rollouts = learner.generate(2)
     assert [rollout.ids for rollout in rollouts] == [tuple(answer_ids(100))] * 2  # one seed per call
     assert {rollout.version for rollout in rollouts} == {3}
-
-
-def test_a_server_of_ms_swift_may_be_silent_while_it_answers(run):
-    learner = run(servers=1, options={"is_swift": True}, silence=0.4)
-    learner.sync(3)
-    learner.servers[0].faults["/infer/"].append(slow(1.2))
-    assert len(learner.generate(2)) == 2
-    assert not any("goes on without" in message for message in learner.messages)
-
-
-def test_an_older_server_of_ms_swift_causes_a_warning(run):
-    learner = run(servers=1, options={"is_swift": True})
-    learner.servers[0].faults["/reset_encoder_cache/"].append(status(404))
-    learner.sync(3)
-    assert any("has no /reset_encoder_cache/" in message for message in learner.messages)
 
 
 @pytest.mark.scenario("R33.S2", on="fake")
@@ -808,15 +728,6 @@ def test_answers_from_another_learners_weights_of_the_same_step_are_not_accepted
     other.close()
 
 
-def test_a_request_that_the_servers_engine_fails_at_twice_ends_the_run(run):
-    learner = run(1)
-    learner.sync(1)
-    for _ in range(2):
-        learner.servers[0].faults["/infer/"].append(changed(lambda items: [ENGINE_FAILED, *items[1:]]))
-    with pytest.raises(EngineError, match=r"0\.png: .* could not answer it: vLLM ended an answer by itself"):
-        learner.generate(4)
-
-
 def test_a_server_that_cannot_be_used_is_not_tried_at_every_sync_while_others_answer(run):
     learner = run(2)
     learner.sync(1)
@@ -830,17 +741,3 @@ def test_a_server_that_cannot_be_used_is_not_tried_at_every_sync_while_others_an
     assert learner.servers[1].paths().count("/init_communicator/") == attempts and learner.backend.pool.usable == (
         0,
     )
-
-
-def test_a_learner_that_fails_at_its_own_weights_leaves_no_delivery_waiting(run):
-    learner = run(1)
-    learner.sync(1)
-
-    def broken():
-        yield next(iter(learner.weights.items()))
-        raise ValueError("the weights are gone")
-
-    before = threading.active_count()
-    with pytest.raises(ValueError, match="the weights are gone"):
-        learner.backend.sync(broken, 2)
-    wait_until(lambda: threading.active_count() <= before)

@@ -42,8 +42,8 @@ def test_requests_and_weights_are_all_that_a_learner_sends(run: Callable[..., Ru
     for version in (1, 2):
         learner.sync(version)
         assert are_right(learner.generate(5), version)
-    control = {"/health/", "/get_world_size/", "/version/", "/init_communicator/", "/start_update/"}
-    weights = {"/update_flattened_params/", "/finish_update/"}
+    control = {"/health/", "/get_world_size/", "/version/", "/init_communicator/", "/begin_update/"}
+    weights = {"/load_bucket/", "/finish_update/"}
     for server in learner.servers:
         assert set(server.paths()) <= control | weights | {"/infer/"}
         for _, body in (call for call in server.calls if call[0] == "/infer/"):

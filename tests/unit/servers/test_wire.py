@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.servers.client import RequestFailed, ServerAnswer, infer_payload, to_rollout
-from coordexp.servers.client import read_answers as read
+from coordexp.servers.client import ServerAnswer, infer_payload, to_rollout
 from coordexp.servers.protocol import NEUTRAL, InferRequest, RequestConfig, model_difference, model_fingerprint
 from tests.vocabularies import table
 
@@ -68,13 +67,6 @@ def test_greedy_leaves_nothing_to_a_models_own_settings():
 def test_a_question_with_an_image_tag_is_refused():
     with pytest.raises(EngineError, match=r"its prompt contains <image>"):
         infer_payload([request()], "what is <image>?")
-
-
-def test_the_error_of_a_failed_request_has_its_index_problem_and_fix():
-    body = json.dumps([{"error": {"code": "bad_request", "message": "no such file", "fix": "copy it"}}]).encode()
-    with pytest.raises(RequestFailed) as error:
-        read(body, 1, "server")
-    assert (error.value.index, error.value.problem, error.value.fix) == (0, "no such file", "copy it")
 
 
 @pytest.mark.scenario("R07.C5", on="pure")
