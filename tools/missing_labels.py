@@ -18,11 +18,10 @@ from typing import get_args
 
 from coordexp.answers.match import pairwise_iou
 from coordexp.data import Record, RecordFile, TrueObject
-from coordexp.data.suggestions import Suggestion
+from coordexp.detect.suggestions import RESOLUTION, Ranking, Suggestion, SuggestionRules, suggest_labels
 from coordexp.evaluate import read_predictions, read_truth
 from coordexp.evaluate.answer import ImageAnswer
 from coordexp.evaluate.predictions import Truth, read_samples
-from coordexp.evaluate.suggest import RESOLUTION, Ranking, SuggestionRules, suggest_labels
 
 PRECISION = 0.9  # that the best suggestions should have
 IOU = 0.5

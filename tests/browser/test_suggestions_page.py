@@ -9,7 +9,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from coordexp.data import Record, RecordObject
-from coordexp.data.suggestions import Suggestion, read_decisions, read_suggestions, write_suggestions
+from coordexp.detect.suggestions import Suggestion, read_decisions, read_suggestions, write_suggestions
 from coordexp.pages.document import save_page
 from coordexp.pages.suggestions import ImagePlace, render_suggestions
 from tests.browser.conftest import Open

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.data import Record, RecordFile, RecordObject, open_data, parse_any_record, parse_record
 from coordexp.data.doctor import examine
-from coordexp.data.images import read_image_facts, read_image_size, size_problem
+from coordexp.data.images import read_image_facts, size_problem
 from coordexp.data.importers import ImportCounts, find_split, read_labelme, read_labelstudio, read_lvis, read_yolo
-from coordexp.data.importers.coco import decode_mask
-from coordexp.data.suggestions import (
+from coordexp.data.masks import decode_mask
+from coordexp.detect.suggestions import (
     Suggestion,
     complete_records,
     read_decisions,
@@ -218,7 +218,7 @@ def import_labelme(folder, **changes):
     (folder / "labels").mkdir()
     (folder / "labels/a.json").write_text(json.dumps(document))
     counts = ImportCounts()
-    images = read_labelme(folder / "labels", None, counts, read_image_size)
+    images = read_labelme(folder / "labels", None, counts)
     return describe_import((write_and_read(folder, images, counts), counts))
 
 
@@ -244,7 +244,7 @@ def import_yolo(folder, labels, names="names: [cat]"):
     (folder / "labels/a.txt").write_text(labels)
     (folder / "data.yaml").write_text(names)
     counts = ImportCounts()
-    images = read_yolo(folder / "labels", folder / "images", None, counts, read_image_size)
+    images = read_yolo(folder / "labels", folder / "images", None, counts)
     return describe_import((write_and_read(folder, images, counts), counts))
 
 
@@ -280,7 +280,7 @@ def region(**changes):
 def import_labelstudio(folder, *tasks):
     (folder / "export.json").write_text(json.dumps(tasks))
     counts = ImportCounts()
-    images = read_labelstudio(folder / "export.json", folder, "image", counts, read_image_size)
+    images = read_labelstudio(folder / "export.json", folder, "image", counts)
     return describe_import((write_and_read(folder, images, counts), counts))
 
 

@@ -7,12 +7,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.data.suggestions import write_suggestions
 from coordexp.detect.answering import make_record
 from coordexp.detect.chat_server import normalise_url
+from coordexp.detect.predicting import UnfinishedPredictions
+from coordexp.detect.suggestions import SuggestionRules, suggest_labels, write_suggestions
 from coordexp.evaluate import check_predictions, evaluate, read_predictions, read_results, write_predictions
-from coordexp.evaluate.predictions import UnfinishedPredictions, read_samples, write_samples
-from coordexp.evaluate.suggest import SuggestionRules, suggest_labels
+from coordexp.evaluate.predictions import read_samples, write_samples
 from tests.messages import provoke
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 

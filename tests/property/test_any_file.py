@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given
 
 from coordexp.data import read_records
-from coordexp.data.suggestions import write_suggestions
+from coordexp.detect.suggestions import write_suggestions
 from coordexp.evaluate import write_predictions
 from coordexp.evaluate.predictions import write_samples
 from tests import hostile
@@ -25,7 +25,7 @@ from tests.hostile import Case, Outcome, attempt, bounded_memory, fuzzing, write
 from tests.unit.config.trees import stage1, stage2
 from tests.unit.data.sources import annotation, coco, write_image
 from tests.unit.data.test_labelstudio import region, task
-from tests.unit.data.test_suggestions import suggestion
+from tests.unit.detect.test_suggestions import suggestion
 from tests.unit.evaluate.scenes import crowd
 from tests.unit.pages.run_folders import (
     lines,

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from coordexp.data import BINS, Geometry, Record, is_degenerate
 from coordexp.data.importers import ImportCounts, Rules, read_labelstudio
+from coordexp.data.importers.labelstudio import to_task
 from coordexp.data.importers.shape import convert_object
-from coordexp.data.labelstudio import TaskSettings, to_task
 from coordexp.data.records import SPACES, RecordObject
-from coordexp.data.suggestions import Suggestion, to_record_object
+from coordexp.detect.suggestions import to_record_object
 
 BIN = st.integers(0, BINS - 1)
 DESCS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(str.strip)
@@ -42,27 +42,20 @@ def records(draw):
         return tuple(to_record_object(desc, shape, empty, ids[desc]) for desc, shape in pairs)
 
     record = Record(empty.image, empty.width, empty.height, empty.space, objects(5), empty.image_id)
-    suggested = [
-        Suggestion(k, 1, record.image, len(record.objects), item, 0.5) for k, item in enumerate(objects(3), 1)
-    ]
-    return record, suggested
+    return record, [(k, item, 0.5) for k, item in enumerate(objects(3), 1)]
 
 
 def bring_back(task, folder):
     """Return the only image of an exported task, as the importer reads it."""
     (folder / "tasks.json").write_text(json.dumps([task]))
     counts = ImportCounts()
-    (image,) = read_labelstudio(folder / "tasks.json", folder, "image", counts, _refuse)
+    (image,) = read_labelstudio(folder / "tasks.json", folder, "image", counts)
     items = [
         item
         for source in image.objects
         for item in convert_object(source, (image.width, image.height), Rules(), counts)
     ]
     return image, items, counts
-
-
-def _refuse(path):
-    raise AssertionError("the task states the size of its image")
 
 
 def has_same_shape(item: RecordObject, original: RecordObject, record: Record) -> bool:
@@ -75,9 +68,9 @@ def test_labels_come_back_as_they_were_and_a_copied_prediction_has_the_suggestio
     tmp_path_factory, given_record
 ):
     record, suggested = given_record
-    task = to_task(record, suggested, TaskSettings())
+    task = to_task(record, suggested, "", "coordexp")
     copied = task | ({"annotations": [{"result": task["predictions"][0]["result"]}]} if suggested else {})
-    suggestions = tuple(suggestion.item for suggestion in suggested)
+    suggestions = tuple(item for _, item, _ in suggested)
     for exported, expected in ((task, record.objects), (copied, (*record.objects, *suggestions))):
         image, items, _ = bring_back(exported, tmp_path_factory.getbasetemp())
         assert (image.width, image.height, image.image_id) == (record.width, record.height, record.image_id)

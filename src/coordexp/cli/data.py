@@ -96,16 +96,12 @@ def doctor(
                 loaded.settings.global_max_length,
             )
     with progress(f"reading {file}") as show:
-
-        def show_share(share: float) -> None:
-            show(f"{share:.0%}")
-
         report = examine(
             file,
             look=_image_reader(images),
             count_tokens=count_tokens,
             max_length=max_length,
-            notify=show_share,
+            notify=lambda share: show(f"{share:.0%}"),
             processes=_processors(),
         )
     if as_json:
@@ -131,11 +127,13 @@ def clean_file(
     from coordexp.data.doctor.clean import clean
 
     with progress(f"reading {file}") as show:
-
-        def show_share(share: float) -> None:
-            show(f"{share:.0%}")
-
-        report = clean(file, target, look=_image_reader(images), notify=show_share, processes=_processors())
+        report = clean(
+            file,
+            target,
+            look=_image_reader(images),
+            notify=lambda share: show(f"{share:.0%}"),
+            processes=_processors(),
+        )
     for kind in report.dropped:
         line = Text("dropped", style="red").append(f" {kind.count:>9,}  {kind.what}  ", style="default")
         out.print(line.append(sanitize(str(kind.first)), style="dim"))

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -61,48 +61,34 @@ def export(
     labelstudio: tasks, and beside them the labelling config (.xml).
     """
     refuse_without_effect(context, form, OPTIONS[form])
-    if form == "labelstudio":
-        _export_tasks(file, target, suggestions, only_suggested, prefix, model_version)
-        return
-    from coordexp.data.export import export_coco, export_yolo
-
-    if form == "coco":
-        need_new_file(target)
-    write = export_coco if form == "coco" else partial(export_yolo, val=val)
-    with progress(f"exporting {file}") as show:
-        report = write(file, target, images or file.parent, show)
-    counts = f"{report.images:,} images, {report.objects:,} objects, {report.classes:,} classes"
-    out.print(f"wrote {target}: {counts}", markup=False)
-
-
-def _export_tasks(
-    file: Path,
-    target: Path,
-    suggestions: Path | None,
-    only_suggested: bool,
-    prefix: str | None,
-    model_version: str | None,
-) -> None:
-    """Write the tasks of Label Studio, and its labelling config."""
-    from coordexp.data import RecordFile
-    from coordexp.data.labelstudio import TaskSettings, write_tasks
-    from coordexp.data.suggestions import read_suggestions
-
     if suggestions is None and (only_suggested or model_version is not None):
         option = "--only-suggested" if only_suggested else "--model-version"
         raise UserError(f"{option} has no effect without suggestions", "add --suggestions suggestions.jsonl")
-    for path in (target, target.with_suffix(".xml")):
+    for path in {"coco": [target], "yolo": [], "labelstudio": [target, target.with_suffix(".xml")]}[form]:
         need_new_file(path)
-    default = TaskSettings()
-    settings = TaskSettings(
-        default.prefix if prefix is None else prefix, model_version or default.model_version, only_suggested
+    with progress(f"exporting {file}") as show:
+        if form == "labelstudio":
+            given = {"prefix": prefix, "model_version": model_version}
+            options = {name: value for name, value in given.items() if value is not None}
+            tasks, classes = _write_tasks(file, target, suggestions, only_suggested=only_suggested, **options)
+            counts = f"{tasks:,} tasks, and {target.with_suffix('.xml')}: {classes:,} classes"
+        else:
+            from coordexp.data.export import export_coco, export_yolo
+
+            write = export_coco if form == "coco" else partial(export_yolo, val=val)
+            report = write(file, target, images or file.parent, show)
+            counts = f"{report.images:,} images, {report.objects:,} objects, {report.classes:,} classes"
+    out.print(f"wrote {target}: {counts}", markup=False)
+
+
+def _write_tasks(file: Path, target: Path, suggestions: Path | None, **options: Any) -> tuple[int, int]:
+    from coordexp.data import RecordFile
+    from coordexp.data.importers.labelstudio import write_tasks
+    from coordexp.detect.suggestions import join_records, read_suggestions
+
+    suggested = () if suggestions is None else read_suggestions(suggestions).suggestions
+    records = (
+        (record, [(item.id, item.item, item.score) for item in own])
+        for record, own in join_records(RecordFile(file), suggested)
     )
-    with progress(f"writing {target}"):
-        suggested = () if suggestions is None else read_suggestions(suggestions).suggestions
-        target.parent.mkdir(parents=True, exist_ok=True)
-        counts = write_tasks(target, RecordFile(file), suggested, settings)
-    out.print(
-        f"wrote {target}: {counts.tasks:,} tasks, and {target.with_suffix('.xml')}: {len(counts.classes):,} "
-        "classes",
-        markup=False,
-    )
+    return write_tasks(target, records, **options)

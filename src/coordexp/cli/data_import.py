@@ -133,15 +133,15 @@ def import_(
     match form:
         case "coco" | "lvis":
             read = importers.read_coco if form == "coco" else importers.read_lvis
-            found = read(source, _need_images(images), rules, tally, _size)
+            found = read(source, _need_images(images), rules, tally)
         case "yolo":
             need("PIL", extra="train")
             source, folder, names = _find_yolo(source, images, names, split)
-            found = importers.read_yolo(source, folder, names, tally, _size)
+            found = importers.read_yolo(source, folder, names, tally)
         case "labelme":
-            found = importers.read_labelme(source, images, tally, _size)
+            found = importers.read_labelme(source, images, tally)
         case "labelstudio":
-            found = importers.read_labelstudio(source, _need_images(images), key, tally, _size)
+            found = importers.read_labelstudio(source, _need_images(images), key, tally)
         case _:
             found = load_extension(added[form])(source, tally)
     _import(source, found, target, rules, tally)
@@ -165,14 +165,6 @@ def _find_yolo(
     if images is not None:
         return labels, images, names
     return *find_split(labels, split or "train"), names or labels
-
-
-def _size(path: Path) -> tuple[int, int]:
-    """Return the width and height of an image file."""
-    need("PIL", extra="train")
-    from coordexp.data.images import read_image_size
-
-    return read_image_size(path)
 
 
 def _import(

@@ -1,7 +1,7 @@
 """`coordexp data suggest` and `coordexp data complete`: find labels that are missing, and add them."""
 
-from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,10 +13,7 @@ from coordexp.detect.answering import Backend
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
-    from coordexp.data import RecordFile
-    from coordexp.evaluate import ImageAnswer
-    from coordexp.evaluate.predictions import Truth
-    from coordexp.evaluate.suggest import SuggestionReport
+    from coordexp.detect.suggestions import SuggestionReport
 
 SUGGESTIONS, PAGE, PREDICTIONS = "suggestions.jsonl", "complete.html", "preds.json"
 SHOWN_CLASSES = 5
@@ -63,78 +60,41 @@ def suggest(
     for name, value in (("--iou", iou), ("--other-iou", other_iou)):
         if not 0 < value <= 1:
             raise UserError(f"{name} {value:g} is not an IoU above 0 and at most 1", f"give e.g. {name} 0.5")
-    asking = {"backend": backend, "batch": batch, "max_new_tokens": max_new_tokens, "limit": limit}
-    asking = {name: value for name, value in asking.items() if value is not None}
-    _check_source(model, preds, [*asking, *(["resume"] if resume else [])])
+    if (model is None) == (preds is None):
+        raise UserError("give either --model or --preds", "a model answers all images; preds.json has its answers")
+    given = {"backend": backend, "batch": batch, "max_new_tokens": max_new_tokens, "limit": limit}
+    asking: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    asking |= {"resume": True} if resume else {}
+    if preds is not None and asking:
+        option = next(iter(asking)).replace("_", "-")
+        raise UserError(f"--{option} has no effect with --preds", "leave it out, or give --model instead")
     need("PIL", extra="evaluate")
     if model is not None and not resume:
         need_new(folder)
     for name in (SUGGESTIONS, PAGE):
         need_new_file(folder / name)
-    if preds is None:
-        assert model is not None
+    if model is not None:
         preds = folder / PREDICTIONS
-        _predict(model, data, preds, samples, resume, asking)
+        try:
+            predict(model, preds, data, samples=samples, **asking)
+        except typer.Exit as end:
+            if end.exit_code:  # 0: the predictions were complete before
+                raise
+    assert preds is not None
     from coordexp.data import RecordFile
-    from coordexp.evaluate import read_truth
-    from coordexp.evaluate.suggest import SuggestionRules, suggest_labels
-
-    with progress(f"reading {preds}"):
-        records = RecordFile(data, partial(err.print, markup=False))
-        truth = read_truth(records)
-        answers = _read_answers(preds, truth, samples)
-    with progress("comparing predictions with labels"):
-        report = suggest_labels(truth, answers, SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive))
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder, records, truth, report, page_limit, images)
-    _print_report(report, folder, len(truth))
-
-
-def _check_source(model: Path | None, preds: Path | None, asking: Sequence[str]) -> None:
-    """Raise UserError unless exactly one source of answers is given, or if an option has no effect."""
-    if (model is None) == (preds is None):
-        raise UserError("give either --model or --preds", "a model answers all images; preds.json has its answers")
-    if preds is not None and asking:
-        raise UserError(
-            f"--{asking[0].replace('_', '-')} has no effect with --preds", "leave it out, or give --model instead"
-        )
-
-
-def _predict(model: Path, data: Path, preds: Path, samples: int, resume: bool, asking: dict[str, Any]) -> None:
-    """Run `coordexp predict`, with its own defaults for what was not given."""
-    try:
-        predict(model, preds, data, samples=samples, resume=resume, **asking)
-    except typer.Exit as end:
-        if end.exit_code:  # 0: the predictions were complete before
-            raise
-
-
-def _read_answers(preds: Path, truth: "Truth", samples: int) -> "list[ImageAnswer]":
-    """Return the greedy answers, which come first, and the sampled ones."""
-    from coordexp.evaluate import check_predictions, read_predictions
+    from coordexp.detect.suggestions import SuggestionRules, suggest_labels, write_suggestions
+    from coordexp.evaluate import read_checked_predictions
     from coordexp.evaluate.predictions import read_samples
-
-    predictions = read_predictions(preds)
-    check_predictions(predictions, truth)
-    answers = list(predictions.answers)
-    if samples:
-        sampled = read_samples(preds, samples, [answer.image_id for answer in answers])
-        answers += [answer for answered in sampled for answer in answered]
-    return answers
-
-
-def _write(
-    folder: Path,
-    records: "RecordFile",
-    truth: "Truth",
-    report: "SuggestionReport",
-    page_limit: int,
-    images: Literal["auto", "inside", "linked"],
-) -> None:
-    from coordexp.data.suggestions import write_suggestions
     from coordexp.pages.document import save_page
     from coordexp.pages.suggestions import render_suggestions
 
+    with progress(f"reading {preds}"):
+        records = RecordFile(data, partial(err.print, markup=False))
+        truth, answers = read_checked_predictions(preds, records)
+        sampled = read_samples(preds, samples, [answer.image_id for answer in answers]) if samples else []
+    with progress("comparing predictions with labels"):
+        rules = SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive)
+        report = suggest_labels(truth, chain(answers, *sampled), rules)
     with progress(f"writing {folder / PAGE}") as show:
 
         def show_image(number: int) -> None:
@@ -152,6 +112,7 @@ def _write(
             notify=show_image,
         )
         save_page(folder / PAGE, page)
+    _print_report(report, folder, len(truth))
 
 
 def _print_report(report: "SuggestionReport", folder: Path, records: int) -> None:
@@ -199,7 +160,7 @@ def complete(
 ) -> None:
     """Write a data set with the accepted labels. Records, ids and the space of coordinates stay as they are."""
     from coordexp.data import RecordFile
-    from coordexp.data.suggestions import accept, complete_records, read_decisions, read_suggestions
+    from coordexp.detect.suggestions import accept, complete_records, read_decisions, read_suggestions
     from coordexp.files import write_whole
 
     if decisions is None and accept_above is None:
@@ -212,7 +173,6 @@ def complete(
         decided = {} if decisions is None else read_decisions(decisions, file)
         accepted = accept(file.suggestions, decided, accept_above)
         records = RecordFile(data, partial(err.print, markup=False))
-        target.parent.mkdir(parents=True, exist_ok=True)
         completed = complete_records(records, accepted, target.parent)
         write_whole(target, (f"{record.as_json()}\n" for record in completed))
     rejected = sum(decision == "reject" for decision in decided.values())

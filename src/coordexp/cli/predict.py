@@ -1,14 +1,12 @@
 """`coordexp predict`: a model's answers to images, with or without labels, as COCO detections and as text."""
 
-import hashlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,41 +20,28 @@ from coordexp.detect.answering import (
     check_model_folder,
     count_longest_prompt,
     find_untrained_request,
-    make_record,
     read_questions,
     start_backend,
 )
 from coordexp.errors import UserError
-from coordexp.files import both_ends, find_model
+from coordexp.files import find_model
 
 if TYPE_CHECKING:
-    from coordexp.answers.table import VocabularyTable
-    from coordexp.data import Questions
+    from coordexp.detect.predicting import Source, UnfinishedPredictions
     from coordexp.evaluate import ImageAnswer
-    from coordexp.evaluate.predictions import Truth, UnfinishedPredictions
-    from coordexp.rollout.prompt import PromptBuilder
+    from coordexp.evaluate.predictions import Truth
 
-END = 2**20  # bytes at both ends of a file of weights that distinguish it from another
 MOST_SAMPLES = 1000
 SHOWN_FILES = 10  # skipped files that are listed
 API_KEY = "COORDEXP_API_KEY"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The images to answer, and where they come from. Image paths are relative to `folder`. `sha256` changes with
-    the records or the list of images. `classes` are those that images without labels are asked for; it is None if
-    the images have records."""
-
-    images: "Truth"
-    folder: Path
-    sha256: str
-    classes: tuple[str, ...] | None = None
-
-
 def predict(
     model: Annotated[Path, typer.Option("--model", "-m", help="A model folder or hub name.", show_default=False)],
-    to: Annotated[Path, typer.Option("--out", "-o", help="preds.json; preds.answers.jsonl is written beside it.")],
+    to: Annotated[
+        Path,
+        typer.Option("--out", "-o", dir_okay=False, help="preds.json; preds.answers.jsonl is written beside it."),
+    ],
     data: Annotated[
         Path | None, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.")
     ] = None,
@@ -119,9 +104,12 @@ def predict(
     """Answer every image greedily, and with --samples also at random. Scores are token probabilities."""
     options = AnswerOptions(max_new_tokens, stop_bias, dedup, samples, temperature, top_p, seed)
     options.check(_to_option)
-    sources = [*(images or ()), *(more_images or ())]
-    _check_sources(data, images, more_images, classes, expression)
-    _check_server(backend, server, served_model)
+    names = None if classes is None else tuple(name for part in classes.split(",") if (name := part.strip()))
+    _check_sources(data, images, more_images, names, expression)
+    if server is not None and backend is not None:
+        raise UserError("--backend has no effect with --server", "leave one of them out")
+    if server is None and served_model is not None:
+        raise UserError("--served-model has no effect without --server", "leave it out")
     if page is not None:
         need_page(page, "--page")
     need("torch", "transformers", *(("httpx",) if server else ()), extra="train")
@@ -129,7 +117,8 @@ def predict(
         need("vllm", extra="vllm")
     model = find_model(model)
     check_model_folder(model)
-    source = _read_records(data) if data else _read_images(sources, _split(classes), expression, prompt)
+    sources = [*(images or ()), *(more_images or ())]
+    source = _read_records(data) if data else _read_images(sources, names, expression, prompt)
     selected = source.images[:limit]
     if warning := find_untrained_request(model, selected[0][1]):
         err.print(warning, markup=False, style="yellow")
@@ -137,13 +126,7 @@ def predict(
         from transformers.utils import logging
 
         from coordexp.answers.formats import load_format
-        from coordexp.evaluate import write_predictions
-        from coordexp.evaluate.predictions import (
-            UnfinishedPredictions,
-            number_answered_classes,
-            write_images,
-            write_samples,
-        )
+        from coordexp.detect.predicting import UnfinishedPredictions, identify
         from coordexp.rollout.prompt import PromptBuilder, load_processor
 
         answer_as = load_format(model, answer_format)
@@ -151,23 +134,29 @@ def predict(
             logging.disable_progress_bar()
         questions = read_questions(model, prompt, answer_as.name)
         options.check_format(answer_as.name, _to_option)
-        _make_folder(to)
-        request = _identity(model, source, questions, options, server, answer_as.name)
+        request = identify(model, source, questions, options, server, answer_as.name)
         unfinished = UnfinishedPredictions(to, request)
         answers = _begin(unfinished, source, len(selected), batch, options, resume)
         prompts = PromptBuilder(load_processor(model), questions.of_run)
-        asked = {(record.width, record.height, questions.ask(record)) for _, record in selected}
+        generator: Generator
         if server is None:
+            asked = {(record.width, record.height, questions.ask(record)) for _, record in selected}
             longest = count_longest_prompt(prompts, asked) + max_new_tokens
             generator = start_backend(
                 backend or "hf", model, prompts, answer_as.table, batch=batch, max_length=longest
             )
         else:
-            generator = _connect(server, served_model, prompts, answer_as.table, batch)
+            from coordexp.detect.chat_server import ChatServerBackend
+
+            key = os.environ.get(API_KEY)
+            generator = ChatServerBackend(
+                server, prompts, answer_as.table, batch=batch, api_key=key, served_model=served_model
+            )
     signal.signal(signal.SIGTERM, _interrupt)
-    answering = Answering(source.folder, questions, answer_as, generator, options, _warn_about_image)
+    answering = Answering(source.folder, questions, answer_as, generator, options, _warn)
     try:
-        _predict(answers, unfinished, selected, answering, batch)
+        with bar("answering", len(selected), len(answers) // options.answers_per_image) as advance:
+            unfinished.answer(answers, selected, answering, batch, advance)
     except KeyboardInterrupt as interruption:
         err.print(
             f"interrupted after {len(answers) // options.answers_per_image} of {len(selected)} images; their "
@@ -177,20 +166,25 @@ def predict(
         raise typer.Exit(143 if interruption.args else 130) from None
     finally:
         generator.close()
-    greedy = [answer for answer in answers if answer.sample is None]
-    categories = None if source.classes is None else number_answered_classes(source.classes, greedy)
-    write_predictions(to, greedy, source.images, categories)
-    if categories is not None:
-        write_images(to, selected, categories)
-    if samples:
-        write_samples(to, [answer for answer in answers if answer.sample is not None])
+    greedy = _write(to, source, selected, answers, options)
     unfinished.remove()
-    _print_summary(to, greedy, options, is_labelled=categories is None)
     if draw is not None:
         _draw(draw, source.folder, selected, greedy)
     if page is not None:
-        _write_page(page, source.folder, selected, greedy, f"{model} on {data or sources[0]}")
-    _stop_if_most_are_unread(greedy)
+        with progress(f"drawing {page}"):
+            from coordexp.pages.document import save_page
+            from coordexp.pages.predictions import render_predictions
+
+            description = f"{model} on {data or sources[0]}"
+            save_page(page, render_predictions(selected, greedy, source.folder, description))
+        out.print(f"wrote {page}", markup=False)
+    if unread := sum(not answer.was_asked for answer in greedy):
+        fields = "their answers have finish_reason image_unreadable"
+        message = f"{unread} of {len(greedy)} images could not be read; {fields}"
+        if unread * 2 > len(greedy):
+            fix = "run `coordexp data doctor` on the data: it reports what is wrong with each image"
+            raise UserError(message, fix)
+        err.print(message, style="yellow")
 
 
 def _to_option(name: str) -> str:
@@ -201,7 +195,7 @@ def _check_sources(
     data: Path | None,
     images: Sequence[Path] | None,
     more_images: Sequence[Path] | None,
-    classes: str | None,
+    classes: Sequence[str] | None,
     expression: str | None,
 ) -> None:
     """Raise UserError unless the options name either records or images, with a request that fits."""
@@ -218,64 +212,34 @@ def _check_sources(
         )
     if classes is not None and expression is not None:
         raise UserError("--classes and --expression exclude each other", "leave one of them out")
-    if classes is not None and not _split(classes):
+    if classes == ():
         raise UserError("--classes names no class", "give e.g. --classes 'red cup,fork'")
 
 
-def _check_server(backend: Backend | None, server: str | None, served_model: str | None) -> None:
-    if server is not None and backend is not None:
-        raise UserError("--backend has no effect with --server", "leave one of them out")
-    if server is None and served_model is not None:
-        raise UserError("--served-model has no effect without --server", "leave it out")
-
-
-def _split(classes: str | None) -> tuple[str, ...] | None:
-    """Return the classes of a list with commas."""
-    if classes is None:
-        return None
-    return tuple(name for part in classes.split(",") if (name := part.strip()))
-
-
-def _read_records(data: Path) -> Source:
+def _read_records(data: Path) -> "Source":
     from coordexp.data import RecordFile
-    from coordexp.evaluate import read_truth
-    from coordexp.train.folder import fingerprint
+    from coordexp.detect.predicting import read_records
 
     with progress(f"reading {data}"):
-        records = RecordFile(data, partial(err.print, markup=False))
-        return Source(read_truth(records), data.parent, fingerprint(records)["sha256"])
+        return read_records(RecordFile(data, partial(err.print, markup=False)))
 
 
 def _read_images(
     sources: Sequence[Path], classes: tuple[str, ...] | None, expression: str | None, prompt: str | None
-) -> Source:
+) -> "Source":
     """Read the sizes of all images, and list the files that are none."""
-    from coordexp.detect.image_files import find_images
+    from coordexp.detect.predicting import read_images
 
     with progress("reading images") as show:
-        files = find_images(sources, lambda number: show(f"{number:,} files"))
-    for path, reason in files.skipped[:SHOWN_FILES]:
-        err.print(sanitize(f"skipped {path}: {reason}"), markup=False, style="yellow")
-    if len(files.skipped) > SHOWN_FILES:
-        err.print(f"and {len(files.skipped) - SHOWN_FILES:,} more files that are not images", style="yellow")
-    images = [
-        (k, make_record(str(file.path), (file.width, file.height), classes, expression, prompt))
-        for k, file in enumerate(files.images, start=1)
-    ]
-    digest = hashlib.sha256("\n".join(record.as_json() for _, record in images).encode("utf-8", "replace"))
-    return Source(images, Path(), digest.hexdigest(), classes or ())
+        source = read_images(sources, classes, expression, prompt, lambda number: show(f"{number:,} files"))
+    for path, reason in source.skipped[:SHOWN_FILES]:
+        _warn(f"skipped {path}: {reason}")
+    if len(source.skipped) > SHOWN_FILES:
+        _warn(f"and {len(source.skipped) - SHOWN_FILES:,} more files that are not images")
+    return source
 
 
-def _connect(
-    server: str, served_model: str | None, prompts: "PromptBuilder", table: "VocabularyTable", batch: int
-) -> Generator:
-    from coordexp.detect.chat_server import ChatServerBackend
-
-    key = os.environ.get(API_KEY)
-    return ChatServerBackend(server, prompts, table, batch=batch, api_key=key, served_model=served_model)
-
-
-def _warn_about_image(problem: str) -> None:
+def _warn(problem: str) -> None:
     err.print(sanitize(problem), markup=False, style="yellow")
 
 
@@ -283,27 +247,15 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _make_folder(file: Path) -> None:
-    """Make the folder of the predictions. Stop if they could not be written."""
-    reason = "it is a folder" if file.is_dir() else ""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if reason or not os.access(file.parent, os.W_OK):
-        raise UserError(f"{file} cannot be written{f': {reason}' if reason else ''}", "give another --out")
-
-
 def _begin(
     unfinished: "UnfinishedPredictions",
-    source: Source,
+    source: "Source",
     images: int,
     batch: int,
     options: AnswerOptions,
     resume: bool,
 ) -> list["ImageAnswer"]:
-    """Return the answers of an interrupted run. Only whole batches are kept, so that the other records are asked
-    in the same batches as without the interruption."""
+    """Return the answers of an interrupted run, or none after checking that nothing is in the way of new ones."""
     from coordexp.evaluate.predictions import images_path, samples_path
 
     samples, numbers = samples_path(unfinished.predictions), images_path(unfinished.predictions)
@@ -321,59 +273,47 @@ def _begin(
             f"{numbers} has the numbers of earlier predictions on --images, which would not fit the new ones",
             "remove it, or give another --out",
         )
-    if not (resume and unfinished.path.is_file()):
-        unfinished.begin()
-        if resume:
-            err.print(f"{unfinished.path} does not exist: starting from the beginning", markup=False)
-        return []
-    answers = unfinished.resume()
-    answered = len(answers) // options.answers_per_image
-    if answered > images:
-        raise UserError(
-            f"{unfinished.path} has answers for {answered} images, and --limit asks for {images}",
-            "raise --limit, or give another --out",
-        )
-    if answered < images:
-        answered = answered // batch * batch
-    answers = answers[: answered * options.answers_per_image]
-    unfinished.keep(answers)
-    err.print(f"{answered} of {images} images have been answered already", markup=False)
-    return answers
+    if resume and unfinished.path.is_file():
+        answers = unfinished.resume_batches(images, batch, options)
+        answered = len(answers) // options.answers_per_image
+        err.print(f"{answered} of {images} images have been answered already", markup=False)
+        return answers
+    unfinished.begin()
+    if resume:
+        err.print(f"{unfinished.path} does not exist: starting from the beginning", markup=False)
+    return []
 
 
-def _predict(
-    answers: list["ImageAnswer"],
-    unfinished: "UnfinishedPredictions",
-    selected: "Truth",
-    answering: Answering,
-    batch: int,
-) -> None:
-    """Add the missing answers, batch by batch, in memory and on disk."""
-    answered = len(answers) // answering.options.answers_per_image
-    with bar("answering", len(selected), answered) as advance:
-        for start in range(answered, len(selected), batch):
-            images = selected[start : start + batch]
-            new = answering.answer_batch(images)
-            unfinished.add(new)
-            answers += new
-            for _ in images:
-                advance()
+def _write(
+    to: Path, source: "Source", selected: "Truth", answers: Sequence["ImageAnswer"], options: AnswerOptions
+) -> list["ImageAnswer"]:
+    """Write all files, say what is in them, and return the greedy answers."""
+    from coordexp.evaluate import write_predictions
+    from coordexp.evaluate.predictions import (
+        images_path,
+        number_answered_classes,
+        samples_path,
+        write_images,
+        write_samples,
+    )
 
-
-def _print_summary(to: Path, greedy: Sequence["ImageAnswer"], options: AnswerOptions, is_labelled: bool) -> None:
-    from coordexp.evaluate.predictions import images_path, samples_path
-
+    greedy = [answer for answer in answers if answer.sample is None]
+    categories = None if source.classes is None else number_answered_classes(source.classes, greedy)
+    write_predictions(to, greedy, source.images, categories)
     out.print(f"{sum(len(answer.valid) for answer in greedy)} objects in {len(greedy)} images: {to}", markup=False)
-    if not is_labelled:
+    if categories is not None:
+        write_images(to, selected, categories)
         out.print(f"the numbers of images and classes: {images_path(to)}", markup=False)
     if options.dedup is not None:
         dropped = sum(len(answer.dropped) for answer in greedy)
         out.print(f"{dropped} objects dropped as duplicates, at IoU {options.dedup:g} with an earlier object")
     if options.samples:
+        write_samples(to, [answer for answer in answers if answer.sample is not None])
         out.print(f"{options.samples} sampled answers of each image: {samples_path(to)}", markup=False)
     if truncated := sum(answer.is_truncated for answer in greedy):
         limit = options.max_new_tokens
         err.print(f"{truncated} answers were cut off at {limit} tokens; --max-new-tokens allows more")
+    return greedy
 
 
 def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"]) -> None:
@@ -393,54 +333,3 @@ def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["Image
                 picture.save(folder / f"{image_id}-{Path(record.image).stem}.{suffix}", quality=92)
             advance()
     out.print(f"wrote pictures to {folder}", markup=False)
-
-
-def _write_page(
-    file: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"], description: str
-) -> None:
-    with progress(f"drawing {file}"):
-        from coordexp.pages.document import save_page
-        from coordexp.pages.predictions import render_predictions
-
-        save_page(file, render_predictions(selected, greedy, images, description))
-    out.print(f"wrote {file}", markup=False)
-
-
-def _stop_if_most_are_unread(answers: Sequence["ImageAnswer"]) -> None:
-    unread = sum(not answer.was_asked for answer in answers)
-    if not unread:
-        return
-    message = (
-        f"{unread} of {len(answers)} images could not be read; their answers have finish_reason image_unreadable"
-    )
-    if unread * 2 > len(answers):
-        raise UserError(
-            message, "run `coordexp data doctor` on the data: it reports what is wrong with each image"
-        )
-    err.print(message, style="yellow")
-
-
-def _file_hash(file: Path) -> str:
-    """Return a hash of the size and of both ends of a file. A copy has the same hash; other weights have
-    another."""
-    head, tail, size = both_ends(file, END)
-    return hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest()
-
-
-def _identity(
-    model: Path,
-    source: Source,
-    questions: "Questions",
-    options: AnswerOptions,
-    server: str | None,
-    answer_format: AnswerFormatName,
-) -> dict[str, Any]:
-    """Return everything that decides the predictions. The names of the parts appear in error messages."""
-    return {
-        "model": [_file_hash(file) for file in sorted(model.glob("*.safetensors"))],
-        "data": source.sha256,
-        **asdict(questions),
-        **({} if answer_format == "coord_tokens" else {"answer_format": answer_format}),
-        **options.identity(),
-        **({} if server is None else {"server": server}),
-    }

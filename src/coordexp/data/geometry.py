@@ -4,6 +4,8 @@ This is the one place where pixels become bins and bins become pixels. A coordin
 `[0, size]`; bin 0 is the first edge and bin 999 the last. A round trip moves an edge by at most half a bin.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -51,9 +53,20 @@ def is_degenerate(kind: GeometryKind, coords: tuple[float, ...]) -> bool:
     if kind == "bbox_2d":
         x1, y1, x2, y2 = coords
         return x1 >= x2 or y1 >= y2
-    xs, ys = coords[::2], coords[1::2]
+    return ring_area(coords) == 0
+
+
+def ring_area(ring: Sequence[float]) -> float:
+    """Return the signed area, which is positive for a ring that runs clockwise on the screen."""
+    xs, ys = ring[::2], ring[1::2]
     edges = zip(xs, ys, (*xs[1:], xs[0]), (*ys[1:], ys[0]), strict=True)
-    return sum(x * next_y - next_x * y for x, y, next_x, next_y in edges) == 0
+    return math.fsum(x * next_y - next_x * y for x, y, next_x, next_y in edges) / 2
+
+
+def box_ring(box: Sequence[float]) -> tuple[float, ...]:
+    """Return the corners of a box, clockwise from the top left."""
+    x1, y1, x2, y2 = box
+    return (x1, y1, x2, y1, x2, y2, x1, y2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NotRequired, get_args
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +56,10 @@ from coordexp.errors import DataError, explain
 from coordexp.files import open_file
 from coordexp.tasks import ignore
 
+T = TypeVar("T")
 Space = Literal["pixel", "unit", "norm1000", "bin"]
 SPACES: tuple[Space, ...] = get_args(Space)
+_SIDES = {"unit": 1.0, "norm1000": 1000.0, "bin": BINS - 1.0}  # of an image in the spaces that are not pixels
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
 SHOWN_PROBLEMS = 3  # wrong values that a message names
@@ -123,13 +125,12 @@ class Record:
     @property
     def extent(self) -> tuple[float, float]:
         """The coordinates of the right and the bottom edge, in the space of the record."""
-        sizes: dict[Space, tuple[float, float]] = {
-            "pixel": (self.width, self.height),
-            "unit": (1.0, 1.0),
-            "norm1000": (1000.0, 1000.0),
-            "bin": (BINS - 1.0, BINS - 1.0),
-        }
-        return sizes[self.space]
+        return self.extent_in(self.space)
+
+    def extent_in(self, space: Space) -> tuple[float, float]:
+        """Return the coordinates of the right and the bottom edge in a space."""
+        side = _SIDES.get(space)
+        return (self.width, self.height) if side is None else (side, side)
 
     def in_pixels(self, item: RecordObject) -> tuple[float, ...]:
         width, height = self.extent
@@ -363,6 +364,14 @@ class RecordFile:
         """Return the path of a record's image, which it must have."""
         assert record.image is not None
         return self.path.parent / record.image
+
+
+def check_value(kind: TypeAdapter[T], value: Any) -> T:
+    """Return a JSON value in the form that its kind has in Python. Raise ValueError with what is wrong with it."""
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(describe_problems(error)) from error
 
 
 def describe_problems(error: ValidationError) -> str:

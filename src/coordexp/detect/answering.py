@@ -59,26 +59,24 @@ class AnswerOptions:
     def check(self, label: Callable[[str], str] = str) -> None:
         """Raise UserError if a value is impossible, or if an option has no effect. `label` returns the name of an
         option as the user writes it."""
-        if self.max_new_tokens < 1:
-            raise UserError(f"{label('max_new_tokens')} {self.max_new_tokens} is not a number of tokens above 0")
-        if not math.isfinite(self.stop_bias):
-            name = label("stop_bias")
-            raise UserError(f"{name} {self.stop_bias:g} is not a finite number", f"give e.g. {name} 1")
-        if self.dedup is not None and not 0 < self.dedup <= 1:
-            name = label("dedup")
-            raise UserError(f"{name} {self.dedup:g} is not an IoU above 0 and at most 1", f"give e.g. {name} 0.7")
         for name in ("temperature", "top_p", "seed"):
             if not self.samples and getattr(self, name) is not None:
                 raise UserError(
                     f"{label(name)} has no effect without {label('samples')}",
                     f"add {label('samples')}, or leave it out: the other answers are greedy",
                 )
-        if self.temperature is not None and not 0 < self.temperature < math.inf:
-            name = label("temperature")
-            raise UserError(f"{name} {self.temperature:g} is not a number above 0", f"give e.g. {name} 0.7")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            name = label("top_p")
-            raise UserError(f"{name} {self.top_p:g} is not above 0 and at most 1", f"give e.g. {name} 0.95")
+        limits = (  # above the first and up to the second number
+            ("max_new_tokens", 0, math.inf, "a number of tokens above 0", "1024"),
+            ("stop_bias", -math.inf, math.inf, "a finite number", "1"),
+            ("dedup", 0, 1, "an IoU above 0 and at most 1", "0.7"),
+            ("temperature", 0, math.inf, "a number above 0", "0.7"),
+            ("top_p", 0, 1, "above 0 and at most 1", "0.95"),
+        )
+        for name, low, high, kind, example in limits:
+            value = getattr(self, name)
+            if value is not None and not (low < value <= high and math.isfinite(value)):
+                problem = f"{label(name)} {value:g} is not {kind}"
+                raise UserError(problem, f"give e.g. {label(name)} {example}")
 
     def check_format(self, answer_format: AnswerFormatName, label: Callable[[str], str] = str) -> None:
         """Raise UserError if an option has no meaning in this format of answers."""
@@ -90,18 +88,12 @@ class AnswerOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name, and the token limit."""
-        sampling = {
-            "samples": self.samples,
-            "temperature": self.sampling().temperature,
-            "top_p": self.sampling().top_p,
-            "seed": self.seed or 0,
-        }
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            **({"stop_bias": self.stop_bias} if self.stop_bias else {}),
-            **({"dedup": self.dedup} if self.dedup is not None else {}),
-            **(sampling if self.samples else {}),
-        }
+        options = {"max_new_tokens": self.max_new_tokens, "stop_bias": self.stop_bias or None, "dedup": self.dedup}
+        if self.samples:
+            sampling = self.sampling()
+            options |= {"samples": self.samples, "temperature": sampling.temperature, "top_p": sampling.top_p}
+            options |= {"seed": self.seed or 0}
+        return {name: value for name, value in options.items() if value is not None}
 
     def greedy(self) -> "Decode":
         from coordexp.rollout.backend import Decode
@@ -148,12 +140,32 @@ class Answering:
 
     def _ask(self, images: "Truth", sample: int | None) -> "list[ImageAnswer]":
         """Return the greedy answer of each image, or the sampled one of this number."""
+        from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer
+
         requests = [self._make_request(image_id, record, sample) for image_id, record in images]
-        rollouts = _generate(requests, self.generator, self.warn)
-        return [
-            self._make_answer(image_id, record, rollout, sample)
-            for (image_id, record), rollout in zip(images, rollouts, strict=True)
-        ]
+        answers = []
+        for (image_id, record), rollout in zip(images, self._generate(requests), strict=True):
+            if rollout is None:
+                answer = ImageAnswer(image_id, record.image, "", NO_IMAGE, 0, ())
+            else:
+                answer = make_answer(image_id, record.image, rollout, self.answer_format, self.options.dedup)
+            answers.append(replace(answer, sample=sample))
+        return answers
+
+    def _generate(self, requests: "Sequence[Request]") -> "list[Rollout | None]":
+        """Return the rollout of each request, or None if its image cannot be read. The rest of the batch is then
+        asked without it."""
+        try:
+            return list(self.generator.generate(requests))
+        except DataError:
+            problems = [_image_problem(request.image) for request in requests]
+            if not any(problems):  # the error is not about a file
+                raise
+        for problem in filter(None, problems):
+            self.warn(problem.problem)
+        readable = [request for request, problem in zip(requests, problems, strict=True) if problem is None]
+        rollouts = iter(self.generator.generate(readable) if readable else ())
+        return [next(rollouts) if problem is None else None for problem in problems]
 
     def _make_request(self, image_id: int, record: "Record", sample: int | None) -> "Request":
         """Return the request for an image. The seed of a sample depends on the image and its own number only."""
@@ -166,16 +178,6 @@ class Answering:
         seed = request_seed(self.options.seed or 0, image_id, 0, 0, sample)
         return Request(image, self.options.sampling(), seed, question)
 
-    def _make_answer(
-        self, image_id: int, record: "Record", rollout: "Rollout | None", sample: int | None
-    ) -> "ImageAnswer":
-        from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer
-
-        if rollout is None:
-            return ImageAnswer(image_id, record.image, "", NO_IMAGE, 0, (), sample=sample)
-        answer = make_answer(image_id, record.image, rollout, self.answer_format, self.options.dedup)
-        return replace(answer, sample=sample)
-
 
 def make_answer(
     image_id: int, image: str, rollout: "Rollout", answer_format: "AnswerFormat", dedup: float | None
@@ -186,24 +188,6 @@ def make_answer(
 
     answer = build_answer(image_id, image, rollout, answer_format)
     return answer if dedup is None else drop_duplicates(answer, dedup)
-
-
-def _generate(
-    requests: "Sequence[Request]", generator: Generator, warn: Callable[[str], None]
-) -> "list[Rollout | None]":
-    """Return the rollout of each request, or None if its image cannot be read. The rest of the batch is then asked
-    without it."""
-    try:
-        return list(generator.generate(requests))
-    except DataError:
-        problems = [_image_problem(request.image) for request in requests]
-        if not any(problems):  # the error is not about a file
-            raise
-    for problem in filter(None, problems):
-        warn(problem.problem)
-    readable = [request for request, problem in zip(requests, problems, strict=True) if problem is None]
-    rollouts = iter(generator.generate(readable) if readable else ())
-    return [next(rollouts) if problem is None else None for problem in problems]
 
 
 def _image_problem(image: "ImageRef") -> DataError | None:

@@ -13,9 +13,9 @@ import io
 import ssl
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import httpx
@@ -110,21 +110,15 @@ class ChatServerBackend:
         decode = common_decode(requests)
         if decode.mode == "beam" or decode.guard.enabled:
             raise ValueError("a chat server has neither beam search nor the repeat guard")
-        waiting: SimpleQueue[int] = SimpleQueue()
-        for k in range(len(requests)):
-            waiting.put(k)
+        waiting = iter(list(enumerate(requests)))  # which threads may share
         rollouts: dict[int, Rollout] = {}
 
         def answer_waiting() -> None:
             try:
-                while True:
-                    k = waiting.get_nowait()
-                    rollouts[k] = self._ask(requests[k])
-            except Empty:
-                return
-            except BaseException:
-                _drain(waiting)  # the others finish their request, and begin no more
-                raise
+                for k, request in waiting:
+                    rollouts[k] = self._ask(request)
+            finally:
+                deque(waiting, maxlen=0)  # after an error, the others finish their request, and begin no more
 
         tasks = [Task(answer_waiting) for _ in range(min(self.batch, len(requests)))]
         for task in tasks:
@@ -303,11 +297,3 @@ def _read(kind: type[T], response: httpx.Response, url: str) -> T:
             "use vLLM: scores and coordinates are read from token ids and log probabilities, which other servers "
             "do not return",
         ) from error
-
-
-def _drain(queue: "SimpleQueue[int]") -> None:
-    try:
-        while True:
-            queue.get_nowait()
-    except Empty:
-        return

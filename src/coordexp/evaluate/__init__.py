@@ -4,10 +4,11 @@
 answers on disk.
 """
 
-from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, ScoreMode, replace_scores
+from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, replace_scores
 from coordexp.evaluate.predictions import (
     Predictions,
     check_predictions,
+    read_checked_predictions,
     read_predictions,
     read_results,
     read_truth,
@@ -21,11 +22,11 @@ __all__ = [
     "EvaluationReport",
     "ImageAnswer",
     "Predictions",
-    "ScoreMode",
     "check_predictions",
     "count_by_image",
     "evaluate",
     "evaluate_results",
+    "read_checked_predictions",
     "read_predictions",
     "read_results",
     "read_truth",

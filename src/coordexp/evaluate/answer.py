@@ -13,7 +13,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
@@ -23,6 +22,7 @@ from coordexp.answers.formats import AnswerFormat, is_readable
 from coordexp.answers.match import find_duplicates
 from coordexp.data import BINS, Geometry, GeometryKind, Record, is_degenerate, to_pixels
 from coordexp.data.geometry import COUNT_RULE, is_valid_count
+from coordexp.data.records import check_value
 from coordexp.rollout.backend import Rollout
 
 NO_IMAGE = "image_unreadable"
@@ -165,21 +165,20 @@ _DETECTION = TypeAdapter(Detection)
 
 
 def parse_answer(line: str | bytes) -> ImageAnswer:
-    """Return the answer of a JSON line. Raise ValueError, of which pydantic's ValidationError is a kind, if it is
-    wrong.
+    """Return the answer of a JSON line. Raise ValueError if it is wrong.
 
     The line is not read with pydantic's own JSON parser, because that one refuses a lone surrogate in the text."""
-    return _ANSWER.validate_python(json.loads(line))
+    return check_value(_ANSWER, json.loads(line))
 
 
 def parse_detection(value: Any) -> Detection:
-    """Return the detection of an entry of a COCO results list. Raise pydantic's ValidationError if it is wrong."""
-    return _DETECTION.validate_python(value)
+    """Return the detection of an entry of a COCO results list. Raise ValueError if it is wrong."""
+    return check_value(_DETECTION, value)
 
 
 def parse_result(value: Any) -> CocoResult:
-    """Return an entry of the results list of any detector. Raise pydantic's ValidationError if it is wrong."""
-    return _RESULT.validate_python(value)
+    """Return an entry of the results list of any detector. Raise ValueError if it is wrong."""
+    return check_value(_RESULT, value)
 
 
 def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
@@ -187,23 +186,18 @@ def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
     return tuple(to_pixels(bin, size[k % 2]) for k, bin in enumerate(bins))
 
 
-class ScoreMode(StrEnum):
-    """The scores that rank the detections. AP depends only on which detection comes first, so constant scores show
-    what the order of the answers gives, and shuffled ones what chance gives. Informative scores give a higher AP
-    than both."""
-
-    own = "own"
-    constant = "constant"
-    shuffled = "shuffled"
+# The scores that rank the detections. AP depends only on which detection comes first, so constant scores show what
+# the order of the answers gives, and shuffled ones what chance gives. Informative ones give a higher AP than both.
+ScoreMode = Literal["own", "constant", "shuffled"]
 
 
 def replace_scores(answers: Sequence[ImageAnswer], mode: ScoreMode, seed: int = 0) -> list[ImageAnswer]:
     """Return the same answers with other scores. `constant` gives every valid object 1.0; `shuffled` distributes
     the scores of all valid objects among them at random."""
-    if mode is ScoreMode.own:
+    if mode == "own":
         return list(answers)
     scores: list[float | None] = [item.score for answer in answers for item in answer.valid]
-    if mode is ScoreMode.shuffled:
+    if mode == "shuffled":
         random.Random(seed).shuffle(scores)  # noqa: S311  (not a secret)
     else:
         scores = [1.0] * len(scores)

@@ -17,7 +17,8 @@ from pycocotools import mask as rle
 
 from coordexp.answers.match import Floats, box_iou, mask_iou
 from coordexp.data import GeometryKind, Record, RecordObject
-from coordexp.data.importers.coco import decode_mask
+from coordexp.data.geometry import box_ring
+from coordexp.data.masks import decode_mask
 from coordexp.errors import DataError, explain
 from coordexp.evaluate.answer import NO_TEXT, CocoResult, Detection, ImageAnswer, bins_to_pixels
 from coordexp.evaluate.predictions import NAMING_RULE, Truth, category_ids, check_same_image
@@ -40,10 +41,7 @@ class Shape:
     @property
     def ring(self) -> tuple[float, ...]:
         """The vertices of a polygon, or the corners of a box, clockwise from the top left."""
-        if self.kind == "poly":
-            return self.coords
-        x1, y1, x2, y2 = self.coords
-        return (x1, y1, x2, y1, x2, y2, x1, y2)
+        return self.coords if self.kind == "poly" else box_ring(self.coords)
 
     @property
     def box_area(self) -> float:
@@ -115,24 +113,19 @@ def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageCo
 
 def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
     x, y, width, height = result.bbox
-    corners = (x, y, x + width, y, x + width, y + height, x, y + height)
+    box = (x, y, x + width, y + height)
     match result.segmentation:
         case None | []:
-            return Shape("bbox_2d", (x, y, x + width, y + height))
+            return Shape("bbox_2d", box)
         case [ring]:
             return Shape("poly", tuple(ring))
         case list() | tuple() as rings:
             parts = rle.frPyObjects([list(ring) for ring in rings], record.height, record.width)
-            return Shape("poly", corners, dict(rle.merge(parts)))
+            return Shape("poly", box_ring(box), dict(rle.merge(parts)))
         case mask:
-            return Shape("poly", corners, to_run_lengths(mask, record))
-
-
-def to_run_lengths(mask: dict[str, Any], record: Record) -> dict[str, Any]:
-    """Return a mask of a COCO result in the compressed form of pycocotools. Raise DataError if it is broken."""
-    with explain(ValueError, f"segmentation of an object in {record.image}", "write the masks again"):
-        pixels = decode_mask(mask, record.width, record.height)
-    return dict(rle.encode(np.asfortranarray(pixels, dtype=np.uint8)))
+            with explain(ValueError, f"segmentation of an object in {record.image}", "write the masks again"):
+                pixels = decode_mask(mask, record.width, record.height)
+            return Shape("poly", box_ring(box), dict(rle.encode(np.asfortranarray(pixels, dtype=np.uint8))))
 
 
 def encode_mask(shape: Shape, width: int, height: int) -> dict[str, object]:

@@ -10,9 +10,6 @@
     preds.images.json    of images without records: a COCO file without annotations, which says what image_id and
                          category_id stand for
 
-    preds.unfinished.jsonl  while predictions are being made: the request and the model, then the answers so far.
-                            The greedy answer of an image is followed by its sampled ones.
-
 The answers are complete, including objects that the parser refused. The detections are for other COCO tools, in
 pixels. An image is named by the `image_id` of its record or, without one, by the number of its line. A class has
 the `category_id` of its objects, or else a number of its own. Reading is strict: a file that breaks a rule is a
@@ -25,13 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, TypeVar
 
 from coordexp.data import Record, Records
 from coordexp.data.export import number_classes
-from coordexp.data.records import describe_problems
 from coordexp.errors import DataError, explain
 from coordexp.evaluate.answer import (
     AnswerObject,
@@ -47,7 +41,6 @@ from coordexp.files import write_whole
 
 Truth = Sequence[tuple[int, Record]]  # records with the numbers that name their images
 NAMING_RULE = "an image_id is that of a record, or the number of its line if it has none"
-HASHES = ("model", "data")  # parts of a request that are hashes; an error message does not show their values
 OPTIONAL = ("dropped", "sample", "answer_format")  # fields of an answer that are written only if they have a value
 T = TypeVar("T")
 
@@ -132,67 +125,14 @@ def check_same_image(answer: ImageAnswer, record: Record) -> None:
         )
 
 
-class UnfinishedPredictions:
-    """The answers of predictions that are being made, written to disk after every batch. The first line holds the
-    request: what identifies the model, the data and the prompt. Only the same request can be resumed."""
-
-    def __init__(self, predictions: Path, request: dict[str, Any]) -> None:
-        self.predictions, self.request = predictions, request
-        self.path = predictions.with_suffix(".unfinished.jsonl")
-
-    def begin(self) -> None:
-        """Write the first line. Raise DataError if the file has answers of an interrupted run."""
-        if self.path.exists() and self.path.read_bytes().count(b"\n") > 1:
-            raise DataError(
-                f"{self.path} has the answers of predictions that were interrupted",
-                "add --resume to continue, or remove the file to start again",
-            )
-        self.keep(())
-
-    def resume(self) -> list[ImageAnswer]:
-        """Return the answers in the file, without an incomplete last line. Raise DataError if they are answers to
-        another request."""
-        complete, _, _ = self.path.read_bytes().rpartition(b"\n")
-        lines = complete.split(b"\n")
-        request = _read(json.loads, lines[0] or b"null", f"{self.path}:1")
-        if request != self.request:
-            self._refuse(request if isinstance(request, dict) else {})
-        return [_read(parse_answer, line, f"{self.path}:{k}") for k, line in enumerate(lines[1:], start=2)]
-
-    def keep(self, answers: Sequence[ImageAnswer]) -> None:
-        """Replace the file by one with only these answers, whole or not at all."""
-        _write(self.path, f"{_to_json(self.request)}\n" + "".join(map(_to_line, answers)))
-
-    def add(self, answers: Sequence[ImageAnswer]) -> None:
-        with self.path.open("ab") as file:
-            file.write("".join(map(_to_line, answers)).encode("utf-8", errors="backslashreplace"))
-
-    def remove(self) -> None:
-        self.path.unlink()
-
-    def _refuse(self, before: dict[str, Any]) -> NoReturn:
-        names = sorted(name for name in {*before, *self.request} if before.get(name) != self.request.get(name))
-        values = [
-            f"{name} {before.get(name)!r} is now {self.request.get(name)!r}"
-            for name in names
-            if name not in HASHES
-        ]
-        raise DataError(
-            f"{self.path} was made with another {' and another '.join(names)}"
-            f"{': ' if values else ''}{', '.join(values)}",
-            "give the same as before, or remove the file to start again",
-        )
-
-
 def write_predictions(
     path: Path, answers: Sequence[ImageAnswer], truth: Truth, categories: dict[str, int] | None = None
 ) -> None:
     """Write both files. Every valid object needs a score, because every COCO result has one. `categories` replace
     the numbers of the true classes."""
     detections = [detection.as_dict() for detection in to_detections(answers, truth, categories)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, "[" + ",\n".join(map(_to_json, detections)) + "]\n")
-    _write(answers_path(path), "".join(map(_to_line, answers)))
+    write_whole(path, "[" + ",\n".join(map(to_json, detections)) + "]\n")
+    write_whole(answers_path(path), "".join(map(to_line, answers)))
 
 
 def write_images(path: Path, images: Truth, categories: dict[str, int]) -> None:
@@ -205,12 +145,12 @@ def write_images(path: Path, images: Truth, categories: dict[str, int]) -> None:
         "annotations": [],
         "categories": [{"id": number, "name": name} for name, number in categories.items()],
     }
-    _write(images_path(path), f"{_to_json(content)}\n")
+    write_whole(images_path(path), f"{to_json(content)}\n")
 
 
 def write_samples(path: Path, samples: Sequence[ImageAnswer]) -> None:
     """Write the sampled answers beside the predictions at `path`."""
-    _write(samples_path(path), "".join(map(_to_line, samples)))
+    write_whole(samples_path(path), "".join(map(to_line, samples)))
 
 
 def read_samples(path: Path, count: int, image_ids: Sequence[int]) -> list[list[ImageAnswer]]:
@@ -251,7 +191,7 @@ def read_results(path: Path, truth: Truth) -> list[CocoResult]:
         with explain(ValueError, f"{path}: [{k}]", "give the data that the detections are about"):
             if isinstance(item, dict) and (image_id := names.find(item)) is not None:
                 item = item | {"image_id": image_id}
-        results.append(_read(parse_result, item, f"{path}: [{k}]"))
+        results.append(read_checked(parse_result, item, f"{path}: [{k}]"))
     return results
 
 
@@ -307,17 +247,26 @@ def read_predictions(path: Path) -> Predictions:
             f"{answers_path(path)}: no such file",
             f"keep both files of the predictions together, {path.name} and {answers_path(path).name}",
         )
-    detections = tuple(_read(parse_detection, item, f"{path}: [{k}]") for k, item in enumerate(_read_list(path)))
+    detections = tuple(
+        read_checked(parse_detection, item, f"{path}: [{k}]") for k, item in enumerate(_read_list(path))
+    )
     return Predictions(detections, tuple(_read_answers(answers_path(path))))
 
 
 def _read_list(path: Path) -> list[Any]:
     if not path.is_file():
         raise DataError(f"{path}: no such file", "give a COCO results file, e.g. one of `coordexp predict`")
-    listed = _read(json.loads, path.read_bytes(), str(path))
+    listed = read_checked(json.loads, path.read_bytes(), str(path))
     if not isinstance(listed, list):
         raise DataError(f"{path}: not a list", "give a COCO results file, which is a list of detections")
     return listed
+
+
+def read_checked_predictions(path: Path, records: Records) -> tuple[Truth, tuple[ImageAnswer, ...]]:
+    """Return the data and the answers of both files. Raise DataError if they do not belong together."""
+    predictions, truth = read_predictions(path), read_truth(records)
+    check_predictions(predictions, truth)
+    return truth, predictions.answers
 
 
 def check_predictions(predictions: Predictions, truth: Truth) -> None:
@@ -331,8 +280,8 @@ def check_predictions(predictions: Predictions, truth: Truth) -> None:
     for k, (listed, derived) in enumerate(zip(predictions.detections, expected, strict=True)):
         if not _is_same(listed, derived):
             raise DataError(
-                f"detection [{k}] is {_to_json(listed.as_dict())}, but according to the answers and the data it "
-                f"is {_to_json(derived.as_dict())}",
+                f"detection [{k}] is {to_json(listed.as_dict())}, but according to the answers and the data it "
+                f"is {to_json(derived.as_dict())}",
                 "give the data that was predicted on; these files do not belong together",
             )
 
@@ -360,18 +309,14 @@ def _is_same(left: Detection, right: Detection) -> bool:
     return all(abs(a - b) < 0.01 for a, b in zip(*numbers, strict=True))
 
 
-def _to_json(value: Any) -> str:
+def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _to_line(answer: ImageAnswer) -> str:
+def to_line(answer: ImageAnswer) -> str:
+    """Return an answer as a line of JSON."""
     values = {name: value for name, value in asdict(answer).items() if value or name not in OPTIONAL}
-    return f"{_to_json(values)}\n"
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all. A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape."""
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    return f"{to_json(values)}\n"
 
 
 def _read_answers(path: Path) -> Iterator[ImageAnswer]:
@@ -380,7 +325,7 @@ def _read_answers(path: Path) -> Iterator[ImageAnswer]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            answer = _read(parse_answer, line, f"{path}:{number}")
+            answer = read_checked(parse_answer, line, f"{path}:{number}")
             key = (answer.image_id, answer.sample)
             if key in first:
                 name = f"image_id {answer.image_id}"
@@ -392,9 +337,7 @@ def _read_answers(path: Path) -> Iterator[ImageAnswer]:
             yield answer
 
 
-def _read(reader: Callable[[Any], T], value: Any, where: str) -> T:
-    try:
+def read_checked(reader: Callable[[Any], T], value: Any, where: str) -> T:
+    """Return what a reader makes of a value. Raise DataError, which begins with `where`, if it is wrong."""
+    with explain((ValueError, RecursionError), where, "write predictions with `coordexp predict`"):
         return reader(value)
-    except (ValueError, RecursionError) as error:
-        problem = describe_problems(error) if isinstance(error, ValidationError) else str(error)
-        raise DataError(f"{where}: {problem}", "write predictions with `coordexp predict`") from error

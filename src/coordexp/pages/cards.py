@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coordexp.data import AnyRecord, Record
+from coordexp.data.geometry import box_ring
 from coordexp.data.images import open_image_file, to_rgb
 
 if TYPE_CHECKING:
@@ -132,10 +133,7 @@ def describe_answer(answer: "ImageAnswer") -> tuple[str, str] | None:
 
 def ring_of(kind: str, coords: Sequence[float]) -> Sequence[float]:
     """Return the vertices of a polygon or of a box, x and y by turns."""
-    if kind == "poly":
-        return coords
-    x1, y1, x2, y2 = coords
-    return [x1, y1, x2, y1, x2, y2, x1, y2]
+    return coords if kind == "poly" else box_ring(coords)
 
 
 def make_thumbnail(path: Path, side: int = SIDE) -> str:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from coordexp.data import AnyRecord, ChatRecord, Record, parse_any_record
-from coordexp.data.doctor import KINDS, Problem, check_chat, check_record, look_at_image
+from coordexp.data.doctor import KINDS, Problem, check_record, look_at_image
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
 from coordexp.pages.cards import (
@@ -59,13 +59,9 @@ def _view(path: Path, number: int, line: bytes) -> ViewedRecord:
         record = parse_any_record(line)
     except (ValueError, RecursionError) as error:
         return ViewedRecord(number, None, (Problem("broken-line", str(error)),), None)
-    problems = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
-    if record.image is None:
-        return ViewedRecord(number, record, problems, None)
-    image = path.parent / record.image
-    facts, of_image = look_at_image(image, record, partial(read_image_facts, decode=True))
-    thumbnail = make_thumbnail(image) if facts is not None else None
-    return ViewedRecord(number, record, (*of_image, *problems), thumbnail)
+    facts, of_image = look_at_image(path.parent, record, partial(read_image_facts, decode=True))
+    thumbnail = None if facts is None or record.image is None else make_thumbnail(path.parent / record.image)
+    return ViewedRecord(number, record, (*of_image, *check_record(record)), thumbnail)
 
 
 def render_records(viewed: Sequence[ViewedRecord], title: str, scope: str) -> str:

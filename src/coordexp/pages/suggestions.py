@@ -13,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from coordexp.data import Record, RecordObject
-from coordexp.data.suggestions import SuggestionFile
+from coordexp.detect.suggestions import SuggestionFile
 from coordexp.pages.cards import number_classes, ring_of, try_thumbnail
 from coordexp.pages.document import render_page
 from coordexp.tasks import ignore

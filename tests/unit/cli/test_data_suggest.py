@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import RecordFile, read_records
-from coordexp.data.suggestions import read_suggestions
+from coordexp.detect.suggestions import read_suggestions
 from coordexp.evaluate import read_truth, write_predictions
 from coordexp.evaluate.predictions import write_samples
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record

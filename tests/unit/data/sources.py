@@ -6,7 +6,6 @@ from pathlib import Path
 from PIL import Image
 
 from coordexp.data import Record, read_records
-from coordexp.data.images import read_image_size
 from coordexp.data.importers import ImportCounts, Rules, read_coco, read_lvis, write_records
 
 WIDTH, HEIGHT = 64, 48
@@ -35,7 +34,7 @@ def import_coco(folder: Path, document, reader=read_coco, **rules) -> tuple[list
     (folder / "images").mkdir(exist_ok=True)
     source, counts = folder / "source.json", ImportCounts()
     source.write_text(document if isinstance(document, str) else json.dumps(document))
-    images = reader(source, folder / "images", Rules(**{"missing": "keep"} | rules), counts, read_image_size)
+    images = reader(source, folder / "images", Rules(**{"missing": "keep"} | rules), counts)
     return write_and_read(folder, images, counts, **rules), counts
 
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from coordexp.data.images import read_image_size
 from coordexp.data.importers import ImportCounts, read_labelme
 from coordexp.errors import DataError
 from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
@@ -19,9 +18,7 @@ def import_files(folder, drawn, images=None, rules=None, **changes):
     (folder / "labels").mkdir(exist_ok=True)
     (folder / "labels/a.json").write_text(json.dumps(document | changes))
     counts = ImportCounts()
-    return write_and_read(
-        folder, read_labelme(folder / "labels", images, counts, read_image_size), counts, **rules or {}
-    ), counts
+    return write_and_read(folder, read_labelme(folder / "labels", images, counts), counts, **rules or {}), counts
 
 
 def test_rectangles_and_polygons_are_kept_in_order(tmp_path):
@@ -65,7 +62,7 @@ def test_images_in_another_folder_are_located_by_their_name(tmp_path):
 def test_files_of_others_are_counted_and_a_folder_without_any_is_refused(tmp_path):
     (tmp_path / "labels").mkdir()
     with pytest.raises(DataError):
-        list(read_labelme(tmp_path / "labels", None, ImportCounts(), read_image_size))
+        list(read_labelme(tmp_path / "labels", None, ImportCounts()))
     (tmp_path / "labels/settings.json").write_text("{}")
     (tmp_path / "labels/torn.json").write_text('{"imagePath":')
     records, counts = import_files(tmp_path, [])

@@ -5,7 +5,6 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import RecordFile
-from coordexp.data.images import read_image_size
 from coordexp.data.importers import ImportCounts, find_split, read_yolo
 from coordexp.errors import DataError
 from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
@@ -23,7 +22,7 @@ def import_files(folder, text=None, names=None, **rules):
     counts = ImportCounts()
     if text is not None:
         (folder / "labels/a.txt").write_text(text)
-    images = read_yolo(folder / "labels", folder / "images", names, counts, read_image_size)
+    images = read_yolo(folder / "labels", folder / "images", names, counts)
     return write_and_read(folder, images, counts, **rules), counts
 
 

@@ -5,18 +5,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from coordexp.data import Record, RecordFile, RecordObject
-from coordexp.data.images import read_image_size
+from coordexp.data import Record, RecordObject
 from coordexp.data.importers import ImportCounts, read_labelstudio
-from coordexp.data.labelstudio import TaskSettings, labelling_config, to_task, write_tasks
-from coordexp.data.suggestions import Suggestion
-from coordexp.errors import DataError
+from coordexp.data.importers.labelstudio import labelling_config, to_task, write_tasks
 from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
 
 CUP = RecordObject("cup", "bbox_2d", (64, 120, 320, 240), 3)
 LEAF = RecordObject('a "leaf" & <more>', "poly", (0, 0, 64, 48, 128, 480))
 RECORD = Record("images/a b.png", 640, 480, "pixel", (CUP, LEAF), 7)
-DOG = Suggestion(1, 7, "images/a b.png", 2, RecordObject("dog", "bbox_2d", (0, 0, 320, 480), 9), 0.75)
+DOG = (1, RecordObject("dog", "bbox_2d", (0, 0, 320, 480), 9), 0.75)
 
 
 def region(kind="rectanglelabels", names=("cat",), original=(64, 48), **value):
@@ -41,12 +38,12 @@ def import_tasks(folder, *tasks, key="image"):
     (folder / "export.json").write_text(json.dumps(tasks))
     (folder / "images").mkdir(exist_ok=True)
     counts = ImportCounts()
-    images = read_labelstudio(folder / "export.json", folder / "images", key, counts, read_image_size)
+    images = read_labelstudio(folder / "export.json", folder / "images", key, counts)
     return write_and_read(folder, images, counts), counts
 
 
 def test_labels_are_an_annotation_and_suggestions_a_prediction_in_percent():
-    result = to_task(RECORD, [DOG], TaskSettings(model_version="run 3"))
+    result = to_task(RECORD, [DOG], "/data/local-files/?d=", "run 3")
     assert result["data"] == {
         "image": "/data/local-files/?d=images/a%20b.png",
         "coordexp": {"image": "images/a b.png", "width": 640, "height": 480, "image_id": 7},
@@ -76,11 +73,9 @@ def test_what_was_exported_is_imported_without_loss(tmp_path):
         write_image(tmp_path / "images" / name, (640, 480))
     more = {"classes": ("cup",), "prompt": "Cup?", "exhaustive": ("leaf",), "meta": {"camera": 7}}
     other = Record("images/c.png", 640, 480, "pixel", (), **more)
-    (tmp_path / "train.jsonl").write_text(f"{RECORD.as_json()}\n{other.as_json()}\n")
-    counts = write_tasks(tmp_path / "tasks.json", RecordFile(tmp_path / "train.jsonl"), [DOG], TaskSettings())
-    assert (counts.tasks, list(counts.classes)) == (2, ["cup", LEAF.desc, "dog"])
+    assert write_tasks(tmp_path / "tasks.json", [(RECORD, [DOG]), (other, [])]) == (2, 3)
     tally = ImportCounts()
-    images = read_labelstudio(tmp_path / "tasks.json", tmp_path, "image", tally, read_image_size)
+    images = read_labelstudio(tmp_path / "tasks.json", tmp_path, "image", tally)
     assert write_and_read(tmp_path, images, tally) == [RECORD, other]
     assert count_reasons(tally) == {"noted: image without objects: kept": 1}
 
@@ -119,16 +114,7 @@ def test_the_file_of_an_image_comes_from_its_address(tmp_path, data, name):
 
 def test_only_records_with_suggestions_are_exported_if_asked_for(tmp_path):
     other = Record("images/c.png", 640, 480, "pixel", (), 8)
-    (tmp_path / "train.jsonl").write_text(f"{other.as_json()}\n{RECORD.as_json()}\n")
-    records = RecordFile(tmp_path / "train.jsonl")
-    counts = write_tasks(tmp_path / "tasks.json", records, [DOG], TaskSettings(only_suggested=True))
-    assert counts.tasks == len(json.loads((tmp_path / "tasks.json").read_text())) == 1
-    assert write_tasks(tmp_path / "none.json", records, [], TaskSettings(only_suggested=True)).tasks == 0
+    tasks, _ = write_tasks(tmp_path / "tasks.json", [(other, []), (RECORD, [DOG])], only_suggested=True)
+    assert tasks == len(json.loads((tmp_path / "tasks.json").read_text())) == 1
+    assert write_tasks(tmp_path / "none.json", [(other, [])], only_suggested=True) == (0, 0)
     assert json.loads((tmp_path / "none.json").read_text()) == []
-
-
-def test_suggestions_for_other_records_leave_no_file(tmp_path):
-    (tmp_path / "train.jsonl").write_text(Record("x.png", 9, 9, "pixel", (), 7).as_json())
-    with pytest.raises(DataError):
-        write_tasks(tmp_path / "tasks.json", RecordFile(tmp_path / "train.jsonl"), [DOG], TaskSettings())
-    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from pycocotools import mask as rle
 
-from coordexp.data.importers.coco import decode_mask, trace_outlines
+from coordexp.data.masks import decode_mask, trace_outlines
 
 MASKS = st.tuples(st.integers(1, 9), st.integers(1, 9)).flatmap(lambda shape: arrays(np.bool_, shape))
 

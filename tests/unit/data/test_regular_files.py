@@ -17,7 +17,7 @@ from coordexp.data.doctor.clean import clean
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import read_records
 from coordexp.data.split import split_records
-from coordexp.detect.image_files import find_images
+from coordexp.detect.predicting import read_images
 from coordexp.errors import DataError, UserError
 from coordexp.pages.cards import make_thumbnail
 from coordexp.pages.records import view_records
@@ -97,8 +97,8 @@ def test_training_prediction_servers_and_pages_refuse_an_image_that_is_no_file(t
 def test_prediction_skips_what_is_no_file_in_a_folder_of_images(tmp_path, odd):
     file = odd("images/a.png")
     Image.new("RGB", (64, 64)).save(tmp_path / "images/b.png")
-    files = find_images([tmp_path / "images"])
-    assert [image.path.name for image in files.images] == ["b.png"]
+    files = read_images([tmp_path / "images"], None, None, None)
+    assert [Path(record.image).name for _, record in files.images] == ["b.png"]
     assert files.skipped == (() if file.is_dir() else ((file, REASON),))
 
 

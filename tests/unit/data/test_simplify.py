@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapely import LinearRing, Point
 
-from coordexp.data.importers.coco import trace_outlines
 from coordexp.data.importers.shape import simplify_ring
+from coordexp.data.masks import trace_outlines
 
 number = st.floats(0, 100).map(lambda value: round(value, 2))
 rings = st.lists(st.tuples(number, number), min_size=3, max_size=30, unique=True)

@@ -1,9 +1,11 @@
 """Images of folders and lists: which files are images, their order and their size."""
 
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
-from coordexp.detect.image_files import find_images
+from coordexp.detect.predicting import read_images
 from coordexp.errors import UserError
 
 
@@ -18,8 +20,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def names(files, folder):
-    return [str(image.path.relative_to(folder)) for image in files.images]
+def find_images(paths):
+    return read_images(paths, None, None, None)
+
+
+def names(source, folder):
+    return [str(Path(record.image).relative_to(folder)) for _, record in source.images]
 
 
 def test_a_folder_is_read_by_name_with_its_subfolders_and_other_files_are_listed(folder):
@@ -29,7 +35,7 @@ def test_a_folder_is_read_by_name_with_its_subfolders_and_other_files_are_listed
         "notes.txt": "its name does not end in .jpg, .jpeg, .png, .webp, .bmp",
         "broken.png": "not a PNG, JPEG, WEBP, BMP, GIF or TIFF image",
     }
-    assert {(image.width, image.height) for image in files.images} == {(30, 20)}
+    assert {(record.width, record.height) for _, record in files.images} == {(30, 20)}
 
 
 def test_files_keep_the_order_of_the_command_and_none_is_taken_twice(folder):
@@ -42,8 +48,8 @@ def test_the_size_is_that_after_the_rotation_of_the_exif_data(folder):
     exif = photo.getexif()
     exif[0x0112] = 8
     photo.save(folder / "turned.jpg", exif=exif)
-    (image,) = find_images([folder / "turned.jpg"]).images
-    assert (image.width, image.height) == (20, 30)
+    ((_, record),) = find_images([folder / "turned.jpg"]).images
+    assert (record.width, record.height) == (20, 30)
 
 
 def test_a_path_that_does_not_exist_and_a_folder_without_images_are_refused(folder):

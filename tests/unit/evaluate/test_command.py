@@ -5,13 +5,15 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.cli.evaluate import ScoreSource
-from coordexp.evaluate import ScoreMode, evaluate, write_predictions
+from coordexp.cli.evaluate import ScoreMode as ScoresOption
+from coordexp.evaluate import evaluate, write_predictions
+from coordexp.evaluate.answer import ScoreMode
 from coordexp.evaluate.predictions import write_samples
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
@@ -63,10 +65,10 @@ def test_the_json_has_every_number_with_its_counts(folder):
 
 
 def test_the_scores_option_changes_ap_and_not_f1(folder):
-    own, constant, shuffled = (numbers(folder, "--scores", mode)["numbers"] for mode in ScoreSource)
+    own, constant, shuffled = (numbers(folder, "--scores", mode)["numbers"] for mode in get_args(ScoreMode))
     assert len({own["ap"], constant["ap"], shuffled["ap"]}) == 3
     assert own["f1_50"] == constant["f1_50"] == shuffled["f1_50"]
-    assert [mode.value for mode in ScoreSource] == [mode.value for mode in ScoreMode]
+    assert get_args(ScoresOption) == get_args(ScoreMode)
     notes = {mode: numbers(folder, "--scores", mode)["notes"] for mode in ("own", "constant")}
     assert notes["own"] == [] and "all scores are equal" in notes["constant"][0]
     assert shuffled["ap"] != numbers(folder, "--scores", "shuffled", "--seed", "1")["numbers"]["ap"]

@@ -8,7 +8,7 @@ import pytest
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from coordexp.evaluate import ScoreMode, evaluate, replace_scores
+from coordexp.evaluate import evaluate, replace_scores
 from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.matching import THRESHOLDS, match_image
 from tests.unit.evaluate.scenes import BOX, EDGE, FAR, answer, crowd, prediction, record
@@ -58,8 +58,8 @@ def test_f1_does_not_depend_on_scores_or_order():
     own = evaluate(truth, answers).metrics()
     reversed_answers = [replace(answer, objects=answer.objects[::-1]) for answer in answers]
     for other in (
-        replace_scores(answers, ScoreMode.shuffled),
-        replace_scores(answers, ScoreMode.constant),
+        replace_scores(answers, "shuffled"),
+        replace_scores(answers, "constant"),
         reversed_answers,
     ):
         got = evaluate(truth, other).metrics()

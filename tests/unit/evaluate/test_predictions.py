@@ -8,6 +8,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from coordexp.data import RecordFile
+from coordexp.detect.predicting import UnfinishedPredictions
 from coordexp.errors import DataError
 from coordexp.evaluate import (
     check_predictions,
@@ -18,7 +19,7 @@ from coordexp.evaluate import (
 )
 from coordexp.evaluate.answer import NO_IMAGE, drop_duplicates
 from coordexp.evaluate.behaviour import Rate
-from coordexp.evaluate.predictions import UnfinishedPredictions, category_ids
+from coordexp.evaluate.predictions import category_ids
 from tests.unit.data.sources import coco, import_coco
 from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
 

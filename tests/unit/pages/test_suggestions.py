@@ -6,7 +6,7 @@ import re
 from PIL import Image
 
 from coordexp.data import Record, RecordObject
-from coordexp.data.suggestions import Suggestion, SuggestionFile
+from coordexp.detect.suggestions import Suggestion, SuggestionFile
 from coordexp.pages.suggestions import render_suggestions
 
 LABEL = RecordObject("cat", "bbox_2d", (1, 2, 10, 20))

@@ -10,10 +10,10 @@ counts of another part of the file, and `problems` concludes.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from coordexp.data.geometry import BINS, is_degenerate
 from coordexp.data.images import ImageFacts, size_problem
@@ -138,12 +138,19 @@ class Problem:
     index: int | None = None
 
 
-def check_record(record: Record) -> tuple[Problem, ...]:
+def check_record(record: AnyRecord) -> tuple[Problem, ...]:
     """Return the problems of a record. `true_objects` succeeds for a record without an error among them."""
     problems: list[Problem] = []
-    if unusable := size_problem(record.width, record.height):
+    if record.image is not None and (unusable := size_problem(record.width, record.height)):
         problems.append(Problem("image-size", f"{record.image!r}: {unusable}"))
-    problems += _check_request(record)
+    if isinstance(record, ChatRecord):
+        for name in ("question", "answer"):
+            problems += _check_text(name, getattr(record, name))
+        return tuple(problems)
+    for name in ("prompt", "expression"):
+        problems += _check_text(name, getattr(record, name) or "")
+    for k, desc in enumerate(record.classes or ()):
+        problems += _check_text(f"classes[{k}]", desc)
     seen: dict[tuple[object, ...], int] = {}
     for index, item in enumerate(record.objects):
         bins = record.in_bins(item)
@@ -155,26 +162,6 @@ def check_record(record: Record) -> tuple[Problem, ...]:
             detail = f"{_format_name(item, index)} repeats objects[{earlier}]"
             problems.append(Problem("duplicate-object", detail, index))
     return tuple(problems)
-
-
-def check_chat(record: ChatRecord) -> tuple[Problem, ...]:
-    """Return the problems of a chat record."""
-    problems: list[Problem] = []
-    unusable = size_problem(record.width, record.height) if record.image is not None else None
-    if unusable:
-        problems.append(Problem("image-size", f"{record.image!r}: {unusable}"))
-    problems += _check_text("question", record.question)
-    problems += _check_text("answer", record.answer)
-    return tuple(problems)
-
-
-def _check_request(record: Record) -> Iterator[Problem]:
-    """Yield the problems of the texts that a record asks with."""
-    for name in ("prompt", "expression"):
-        if text := getattr(record, name):
-            yield from _check_text(name, text)
-    for k, desc in enumerate(record.classes or ()):
-        yield from _check_text(f"classes[{k}]", desc)
 
 
 def _check_text(name: str, text: str) -> Iterator[Problem]:
@@ -254,171 +241,111 @@ BREAKS = 0.05  # share of shapes that must be impossible as written
 FEW = 3  # impossible shapes that are needed at least
 
 
-@dataclass
-class BoxOrder:
-    """Counts how many boxes are possible as two corners, as corner and size, or as centre and size."""
+class Suspicions:
+    """Counts about many records, and the mistakes that only they reveal together."""
 
-    boxes: int = 0
-    inverted: int = 0
-    as_size: int = 0
-    as_centre: int = 0
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()  # of boxes and shapes, by what was observed
+        self._records: Counter[Space] = Counter()  # that state a space
+        self._fits: Counter[tuple[Space, Space]] = Counter()  # those that state the first and fit the second
+        self._reach: dict[
+            tuple[Space, Space], list[float]
+        ] = {}  # how far those that state the first are in the other
 
     def add(self, record: Record) -> None:
-        width, height = (side * SLACK for side in record.extent)
+        if record.objects:
+            self._add_boxes(record)
+            self._add_axes(record)
+            self._add_space(record)
+
+    def merge(self, other: "Suspicions") -> None:
+        self._counts.update(other._counts)
+        self._records.update(other._records)
+        self._fits.update(other._fits)
+        for spaces, reach in other._reach.items():
+            self._reach[spaces] = [*map(max, reach, self._reach.get(spaces, reach))]
+
+    def problems(self) -> Iterator[Problem]:
+        swapped = list(self._axes_problems())
+        yield from swapped
+        yield from self._box_problems()
+        for space in SPACES:
+            # Swapped axes make shapes exceed the image too, and are the better explanation.
+            if self._records[space] >= 5 and not (swapped and space == "pixel"):
+                yield from self._space_problems(space)
+
+    def _add_boxes(self, record: Record) -> None:
+        """Count how many boxes are possible as two corners, as corner and size, or as centre and size."""
+        extent, counts = record.extent, self._counts
+        width, height = (side * SLACK for side in extent)
+        left, top = extent[0] - width, extent[1] - height
         for item in record.objects:
             if item.kind == "bbox_2d":
                 a, b, c, d = item.coords
-                sizes = c > 0 and d > 0
-                self.boxes += 1
-                self.inverted += c < a or d < b
-                self.as_size += sizes and a >= 0 and b >= 0 and a + c <= width and b + d <= height
-                slack = (SLACK - 1) * width, (SLACK - 1) * height
-                starts = a - c / 2 >= -slack[0] and b - d / 2 >= -slack[1]
-                self.as_centre += sizes and starts and a + c / 2 <= width and b + d / 2 <= height
+                has_size = c > 0 and d > 0
+                starts = a - c / 2 >= left and b - d / 2 >= top
+                counts["boxes"] += 1
+                counts["inverted"] += c < a or d < b
+                counts["size"] += has_size and a >= 0 and b >= 0 and a + c <= width and b + d <= height
+                counts["centre"] += has_size and starts and a + c / 2 <= width and b + d / 2 <= height
 
-    def merge(self, other: "BoxOrder") -> None:
-        _add_fields(self, other)
-
-    def problems(self) -> Iterator[Problem]:
-        if self.boxes < 10 or self.inverted < max(FEW, BREAKS * self.boxes):
+    def _box_problems(self) -> Iterator[Problem]:
+        boxes, inverted = self._counts["boxes"], self._counts["inverted"]
+        if boxes < 10 or inverted < max(FEW, BREAKS * boxes):
             return
-        for code, fit in (("suspect-xywh", self.as_size), ("suspect-centre", self.as_centre)):
-            if fit >= FITS * self.boxes:
-                detail = f"{self.inverted} of {self.boxes} boxes are inverted; read this way, {fit} are valid"
-                yield Problem(code, detail)
+        for code, name in (("suspect-xywh", "size"), ("suspect-centre", "centre")):
+            if (fit := self._counts[name]) >= FITS * boxes:
+                yield Problem(code, f"{inverted} of {boxes} boxes are inverted; read this way, {fit} are valid")
                 return
 
-
-@dataclass
-class AxisOrder:
-    """Counts the shapes in images that are not square, and those that fit when x and y are exchanged."""
-
-    shapes: int = 0
-    outside: int = 0
-    inside_swapped: int = 0
-
-    def add(self, record: Record) -> None:
+    def _add_axes(self, record: Record) -> None:
+        """Count the shapes in images that are not square, and those that fit when x and y are exchanged."""
         width, height = record.extent
         if record.space != "pixel" or max(width, height) < 1.1 * min(width, height):
             return
         for item in record.objects:
-            x, y = _largest([item])
-            self.shapes += 1
-            self.outside += x > width * SLACK or y > height * SLACK
-            self.inside_swapped += x <= height * SLACK and y <= width * SLACK
+            x, y = max(item.coords[::2]), max(item.coords[1::2])
+            self._counts["shapes"] += 1
+            self._counts["outside"] += x > width * SLACK or y > height * SLACK
+            self._counts["swapped"] += x <= height * SLACK and y <= width * SLACK
 
-    def merge(self, other: "AxisOrder") -> None:
-        _add_fields(self, other)
-
-    def problems(self) -> Iterator[Problem]:
-        enough = self.shapes >= 10 and self.outside >= max(FEW, BREAKS * self.shapes)
-        if enough and self.inside_swapped >= FITS * self.shapes:
+    def _axes_problems(self) -> Iterator[Problem]:
+        shapes, outside, swapped = (self._counts[name] for name in ("shapes", "outside", "swapped"))
+        if shapes >= 10 and outside >= max(FEW, BREAKS * shapes) and swapped >= FITS * shapes:
             yield Problem(
-                "suspect-swapped",
-                f"{self.outside} of {self.shapes} objects exceed their images; swapped, {self.inside_swapped} fit",
+                "suspect-swapped", f"{outside} of {shapes} objects exceed their images; swapped, {swapped} fit"
             )
 
-
-@dataclass
-class SpaceUse:
-    """Counts, for the records that state one space, how many fit each space and how far they reach in it."""
-
-    stated: Space
-    records: int = 0
-    fits: dict[Space, int] = field(default_factory=lambda: dict.fromkeys(SPACES, 0))
-    reach: dict[Space, list[float]] = field(default_factory=lambda: {space: [0.0, 0.0] for space in SPACES})
-
-    def add(self, record: Record) -> None:
-        x, y = _largest(record.objects)
-        self.records += 1
+    def _add_space(self, record: Record) -> None:
+        """Count which spaces a record fits, and note how far it reaches in each of them."""
+        x = max(max(item.coords[::2]) for item in record.objects)
+        y = max(max(item.coords[1::2]) for item in record.objects)
+        self._records[record.space] += 1
         for space in SPACES:
-            width, height = _extent(record, space)
-            self.fits[space] += x <= width * SLACK and y <= height * SLACK
-            self.reach[space][0] = max(self.reach[space][0], x / width)
-            self.reach[space][1] = max(self.reach[space][1], y / height)
+            width, height = record.extent_in(space)
+            self._fits[record.space, space] += x <= width * SLACK and y <= height * SLACK
+            reach = self._reach.setdefault((record.space, space), [0.0, 0.0])
+            reach[:] = max(reach[0], x / width), max(reach[1], y / height)
 
-    def merge(self, other: "SpaceUse") -> None:
-        self.records += other.records
-        for space in SPACES:
-            self.fits[space] += other.fits[space]
-            self.reach[space] = [*map(max, self.reach[space], other.reach[space])]
-
-    def problems(self) -> Iterator[Problem]:
-        others = [space for space in SPACES if not _are_alike(space, self.stated)]
-        fitting = [space for space in others if self.fits[space] >= FITS * self.records]
-        if not fitting or self.records < 5:
+    def _space_problems(self, stated: Space) -> Iterator[Problem]:
+        records, alike = self._records[stated], ("norm1000", "bin")  # which no data can tell apart
+        others = [space for space in SPACES if space != stated and not (space in alike and stated in alike)]
+        fitting = [space for space in others if self._fits[stated, space] >= FITS * records]
+        if not fitting:
             return
-        best = max(fitting, key=lambda space: min(self.reach[space]))
-        name = "norm1000 or bin" if best in ("norm1000", "bin") else best
-        breaks = self.records - self.fits[self.stated]
-        if breaks >= max(FEW, 0.2 * self.records):
-            yield Problem(
-                "suspect-space",
-                f"stated {self.stated}: {breaks} of {self.records} records exceed it; as {name}, "
-                f"{self.fits[best]} fit",
-            )
+        best = max(fitting, key=lambda space: min(self._reach[stated, space]))
+        name = "norm1000 or bin" if best in alike else best
+        breaks, reach = records - self._fits[stated, stated], self._reach[stated, stated]
+        if breaks >= max(FEW, 0.2 * records):
+            fit = self._fits[stated, best]
+            detail = f"stated {stated}: {breaks} of {records} records exceed it; as {name}, {fit} fit"
+            yield Problem("suspect-space", detail)
         elif best == "unit":
-            yield Problem("suspect-space", f"stated {self.stated}: no coordinate is above 1; they look like unit")
-        elif self._stays_within(best):
-            reach = " x ".join(f"{share:.0%}" for share in self.reach[self.stated])
+            yield Problem("suspect-space", f"stated {stated}: no coordinate is above 1; they look like unit")
+        elif records >= 30 and min(self._reach[stated, best]) >= 0.9 and min(reach) <= 0.9:
+            # No shape reaches the far part of the stated space, and the other one is used to its edges.
             yield Problem(
                 "maybe-space",
-                f"stated {self.stated}: the objects of {self.records} records never go beyond {reach} of it, and "
-                f"just fill {name}",
+                f"stated {stated}: the objects of {records} records never go beyond "
+                f"{' x '.join(f'{share:.0%}' for share in reach)} of it, and just fill {name}",
             )
-
-    def _stays_within(self, other: Space) -> bool:
-        """Return True if no shape reaches the far part of the stated space, while the other one is used to its
-        edges."""
-        fills = min(self.reach[other]) >= 0.9
-        return self.records >= 30 and fills and min(self.reach[self.stated]) <= 0.9
-
-
-class Suspicions:
-    """All checks of this module, on the same records."""
-
-    def __init__(self) -> None:
-        self._boxes, self._axes = BoxOrder(), AxisOrder()
-        self._spaces = {space: SpaceUse(space) for space in SPACES}
-
-    def add(self, record: Record) -> None:
-        if record.objects:
-            self._boxes.add(record)
-            self._axes.add(record)
-            self._spaces[record.space].add(record)
-
-    def merge(self, other: "Suspicions") -> None:
-        self._boxes.merge(other._boxes)
-        self._axes.merge(other._axes)
-        for space, use in self._spaces.items():
-            use.merge(other._spaces[space])
-
-    def problems(self) -> Iterator[Problem]:
-        swapped = list(self._axes.problems())
-        yield from swapped
-        yield from self._boxes.problems()
-        for use in self._spaces.values():
-            # Swapped axes make shapes exceed the image too, and are the better explanation.
-            if not (swapped and use.stated == "pixel"):
-                yield from use.problems()
-
-
-def _add_fields(counts: Any, others: Any) -> None:
-    """Add the numbers of one dataclass to those of another."""
-    for item in fields(counts):
-        setattr(counts, item.name, getattr(counts, item.name) + getattr(others, item.name))
-
-
-def _largest(objects: Sequence[RecordObject]) -> tuple[float, float]:
-    """Return the largest x and the largest y."""
-    return max(max(item.coords[::2]) for item in objects), max(max(item.coords[1::2]) for item in objects)
-
-
-def _extent(record: Record, space: Space) -> tuple[float, float]:
-    sides: dict[Space, float] = {"unit": 1.0, "norm1000": 1000.0, "bin": BINS - 1.0}
-    return (record.width, record.height) if space == "pixel" else (sides[space], sides[space])
-
-
-def _are_alike(first: Space, second: Space) -> bool:
-    """Return True for equal spaces, and for norm1000 and bin, which no data can tell apart."""
-    return first == second or {first, second} == {"norm1000", "bin"}

@@ -7,15 +7,17 @@ A problem of the file as a whole, such as boxes that are x, y, width and height,
 something out. Nothing is written then.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_chat, check_record
-from coordexp.data.doctor.examine import ReadImage, look_at_image, map_parts, read_lines, split_file
-from coordexp.data.records import AnyRecord, ChatRecord, Record, parse_any_record
+from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_record
+from coordexp.data.doctor.examine import ReadImage, look_at_image, read_parts
+from coordexp.data.records import AnyRecord, Record, parse_any_record
 from coordexp.errors import DataError, Place
 from coordexp.files import write_parts
+from coordexp.tasks import ignore
 
 # Problems of one object for which the object is left out, besides errors: the doctor advises to remove it.
 REMOVED_WARNINGS = frozenset({"duplicate-object"})
@@ -55,11 +57,6 @@ class CleanPart:
     removals: list[Removal] = field(default_factory=list)
     suspicions: Suspicions = field(default_factory=Suspicions)
 
-    def keep(self, line: bytes, objects: int) -> None:
-        self.text += line.rstrip(b"\n") + b"\n"
-        self.records += 1
-        self.objects += objects
-
     def remove(self, problem: Problem) -> None:
         self.removals.append((KINDS[problem.code].problem, self.lines, problem.detail))
 
@@ -69,28 +66,25 @@ def clean(
     target: Path,
     *,
     look: ReadImage | None = None,
-    notify: Callable[[float], None] | None = None,
+    notify: Callable[[float], None] = ignore,
     processes: int = 1,
 ) -> CleanReport:
     """Write the records and objects of a file that can be used to `target`, and return what was dropped. `look`
     reads the facts of an image file; without it, image files are not opened. `notify` is called with the share of
     the file that has been read. Raise DataError, and write nothing, if the whole file is suspect."""
-    reader = _PartCleaner(path, look)
-    parts, size = list(split_file(path)), max(1, path.stat().st_size)
-    whole, counts, firsts = CleanPart(), dict[str, int](), dict[str, Place]()
-    with write_parts(target) as write, map_parts(reader.read, min(processes, len(parts))) as read_parts:
-        for (_, end), part in zip(parts, read_parts(parts), strict=True):
+    reader = _PartCleaner(path.parent, look)
+    whole, counts, firsts = CleanPart(), Counter[str](), dict[str, Place]()
+    with write_parts(target) as write:
+        for part in read_parts(path, reader.read, processes, notify):
             write(part.text)
             for what, line, detail in part.removals:
-                counts[what] = counts.get(what, 0) + 1
+                counts[what] += 1
                 firsts.setdefault(what, Place(str(path), whole.lines + line, detail))
             whole.lines += part.lines
             whole.records += part.records
             whole.objects += part.objects
             whole.changed += part.changed
             whole.suspicions.merge(part.suspicions)
-            if notify:
-                notify(end / size)
         for problem in whole.suspicions.problems():
             if (kind := KINDS[problem.code]).severity == "error":
                 raise DataError(f"{path}: {kind.problem}: {problem.detail}; nothing was written", kind.fix)
@@ -105,57 +99,49 @@ def clean(
 
 @dataclass(frozen=True)
 class _PartCleaner:
-    path: Path
+    folder: Path
     look: ReadImage | None
 
-    def read(self, bounds: tuple[int, int]) -> CleanPart:
+    def read(self, lines: Iterator[bytes]) -> CleanPart:
         part = CleanPart()
-        for line in read_lines(self.path, bounds):
+        for line in lines:
             part.lines += 1
             if line.strip():
-                self._add_line(part, line)
+                try:
+                    record = parse_any_record(line)
+                except ValueError as error:
+                    part.remove(Problem("broken-line", str(error)))
+                else:
+                    self._add_record(part, record, line)
         return part
 
-    def _add_line(self, part: CleanPart, line: bytes) -> None:
-        try:
-            record = parse_any_record(line)
-        except ValueError as error:
-            part.remove(Problem("broken-line", str(error)))
-            return
-        problems = [problem for problem in self._problems(record) if _is_removed(problem)]
-        unusable = [problem for problem in problems if problem.index is None]
+    def _add_record(self, part: CleanPart, record: AnyRecord, line: bytes) -> None:
+        """Add a record without the objects that have a problem, unless it has one as a whole."""
         if isinstance(record, Record):
             part.suspicions.add(record)
-        if unusable:
+        _, of_image = look_at_image(self.folder, record, self.look)
+        problems = [problem for problem in (*of_image, *check_record(record)) if _is_removed(problem)]
+        if unusable := [problem for problem in problems if problem.index is None]:
             part.remove(unusable[0])
-        elif isinstance(record, ChatRecord):
-            part.keep(line, 0)
-        else:
-            self._add_objects(part, record, line, problems)
-
-    def _add_objects(self, part: CleanPart, record: Record, line: bytes, problems: Sequence[Problem]) -> None:
-        """Add a record without the objects that have a problem."""
-        removed = {problem.index: problem for problem in reversed(problems)}  # the first problem of each object
-        for problem in reversed(removed.values()):
-            part.remove(problem)
-        if removed and len(removed) == len(record.objects):
-            part.removals.append((NO_OBJECTS, part.lines, repr(record.image)))
             return
-        if removed:
+        if isinstance(record, Record) and problems:
+            removed = {
+                problem.index: problem for problem in reversed(problems)
+            }  # the first problem of each object
+            for problem in reversed(removed.values()):
+                part.remove(problem)
+            if len(removed) == len(record.objects):
+                part.removals.append((NO_OBJECTS, part.lines, repr(record.image)))
+                return
             record = _leave_out(record, removed)
             if record.classes == ():
                 part.removals.append((NO_CLASSES, part.lines, repr(record.image)))
                 return
             part.changed += 1
             line = record.as_json().encode(errors="backslashreplace")
-        part.keep(line, len(record.objects))
-
-    def _problems(self, record: AnyRecord) -> tuple[Problem, ...]:
-        problems = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
-        if self.look is None or record.image is None:
-            return problems
-        _, of_image = look_at_image(self.path.parent / record.image, record, self.look)
-        return (*of_image, *problems)
+        part.text += line.rstrip(b"\n") + b"\n"
+        part.records += 1
+        part.objects += len(record.objects) if isinstance(record, Record) else 0
 
 
 def _leave_out(record: Record, removed: Mapping[int | None, Problem]) -> Record:
@@ -168,16 +154,9 @@ def _leave_out(record: Record, removed: Mapping[int | None, Problem]) -> Record:
         if k in removed and removed[k].code not in REMOVED_WARNINGS
     }
     gone = lost - {item.desc for item in objects}
-    return replace(
-        record,
-        objects=objects,
-        classes=_without(record.classes, gone),
-        exhaustive=_without(record.exhaustive, lost),
-    )
-
-
-def _without(classes: tuple[str, ...] | None, names: set[str]) -> tuple[str, ...] | None:
-    return None if classes is None else tuple(desc for desc in classes if desc not in names)
+    classes = record.classes and tuple(desc for desc in record.classes if desc not in gone)
+    exhaustive = record.exhaustive and tuple(desc for desc in record.exhaustive if desc not in lost)
+    return replace(record, objects=objects, classes=classes, exhaustive=exhaustive)
 
 
 def _is_removed(problem: Problem) -> bool:

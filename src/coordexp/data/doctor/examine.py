@@ -11,22 +11,22 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_chat, check_image, check_record
+from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS
 from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import AnyRecord, ChatRecord, Record, open_records, parse_any_record
 from coordexp.errors import DataError, Finding, Place
+from coordexp.tasks import ignore
 
+T = TypeVar("T")
 MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may describe every object differently
 EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
@@ -135,26 +135,24 @@ class Tokens:
 
     def __init__(self) -> None:
         self._lengths: Counter[int] = Counter()
-        self._objects = self._tokens_of_objects = 0
+        self._totals: Counter[str] = Counter()  # of the records with objects
 
     def add(self, length: int, objects: int | None) -> None:
         """Add a length with so many objects, or None if it is that of a question and its answer."""
         self._lengths[length] += 1
         if objects is not None:
-            self._objects += objects
-            self._tokens_of_objects += length
+            self._totals.update(objects=objects, tokens=length)
 
     def merge(self, other: "Tokens") -> None:
         self._lengths.update(other._lengths)
-        self._objects += other._objects
-        self._tokens_of_objects += other._tokens_of_objects
+        self._totals.update(other._totals)
 
     @property
     def count(self) -> TokenCount | None:
         median, p95 = quantile(self._lengths, 0.5), quantile(self._lengths, 0.95)
         if median is None or p95 is None:
             return None
-        per_object = round(self._tokens_of_objects / max(1, self._objects), 1)
+        per_object = round(self._totals["tokens"] / max(1, self._totals["objects"]), 1)
         return TokenCount(self._lengths.total(), per_object, median, p95, max(self._lengths))
 
 
@@ -189,118 +187,22 @@ class DataReport:
         return sum(finding.count for finding in self.findings if finding.severity == "error")
 
 
-def examine(
-    path: Path,
-    *,
-    look: ReadImage | None = None,
-    count_tokens: CountTokens | None = None,
-    max_length: int | None = None,
-    notify: Callable[[float], None] | None = None,
-    processes: int = 1,
-    part: int = PART,
-) -> DataReport:
-    """Report on a data file. `look` reads the facts of an image file. `max_length` is the largest number of tokens
-    of an example, as far as they are counted. `notify` is called with the share of the file that has been read.
-    Several `processes` read parts of the file, of about `part` bytes, side by side; the
-    report is the same."""
-    reader = _PartReader(path, look, count_tokens, max_length)
-    whole, parts, size = _Examination(path), list(split_file(path, part)), max(1, path.stat().st_size)
-    with map_parts(reader.read, min(processes, len(parts))) as read_parts:
-        for (_, end), facts in zip(parts, read_parts(parts), strict=True):
-            whole.merge(facts)
-            if notify:
-                notify(end / size)
-    return whole.report()
-
-
-def split_file(path: Path, part: int = PART) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a file: the offsets of their first byte and of their end, which is behind a newline."""
-    begin, size = 0, path.stat().st_size
-    with open_records(path) as file:
-        while begin < size:
-            file.seek(min(begin + part, size))
-            file.readline()
-            yield begin, file.tell()
-            begin = file.tell()
-
-
-def read_lines(path: Path, part: tuple[int, int]) -> Iterator[bytes]:
-    """Yield the lines of a part of a file."""
-    begin, end = part
-    with path.open("rb") as file:
-        file.seek(begin)
-        while file.tell() < end:
-            line = file.readline()
-            if not line:
-                raise DataError(f"{path} was changed while it was read", "start again when it is complete")
-            yield line
-
-
-@contextmanager
-def map_parts(work: Callable[[tuple[int, int]], Any], processes: int) -> Iterator[Callable[..., Any]]:
-    """Yield a function like `map`, which calls `work` in several processes. They are forks of this one, so that
-    `work` need not be sent to them."""
-    if processes <= 1 or sys.platform != "linux":
-        yield partial(map, work)
-        return
-    start = partial(_begin_worker, work)
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), initializer=start)
-    try:
-        yield partial(_map_in_order, pool, 4 * processes)
-    except BrokenProcessPool as error:
-        problem = "a process that read a part of the file was killed, most likely because memory ran out"
-        raise DataError(problem, "end other programs, or allow one processor only (taskset -c 0)") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _map_in_order(pool: ProcessPoolExecutor, ahead: int, parts: Iterable[tuple[int, int]]) -> Iterator[Any]:
-    """Yield the results of the parts in order. At most `ahead` parts are read before they are taken."""
-    waiting: deque[Future[Any]] = deque()
-    for part in parts:
-        waiting.append(pool.submit(_work_in_process, part))
-        if len(waiting) == ahead:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
-_work: Callable[[tuple[int, int]], Any] | None = None  # of this worker process
-
-
-def _begin_worker(work: Callable[[tuple[int, int]], Any]) -> None:
-    global _work
-    _work = work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the first one ends the others
-
-
-def _work_in_process(part: tuple[int, int]) -> Any:
-    assert _work is not None
-    return _work(part)
-
-
 # An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
 # The request of the record is a part of both hashes: an image with another request is not a duplicate. The hashes
 # are those of this process and its forks. Tuples of numbers and texts are sent quickly.
 ImageUse = tuple[int, str, int, int | None]
 
 
-def _describe_use(line: int, record: Record, content: int | None) -> ImageUse:
-    request = (record.classes, record.expression, record.prompt)
-    path_hash = hash((os.path.normpath(record.image), request))
-    return line, record.image, path_hash, None if content is None else hash((content, request))
-
-
 @dataclass
-class PartFacts:
-    """The findings and statistics of a part of a file. Lines are numbered from 1 in each part."""
+class Facts:
+    """The findings and statistics of a part of a file, or of the whole. Lines are numbered from 1 in each part."""
 
     lines: int = 0
     records: int = 0
     questions: int = 0
     objects: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # of problems, by code
-    examples: list[tuple[int, Problem]] = field(default_factory=list)  # the first ones of each code
+    places: dict[str, list[tuple[int | None, str]]] = field(default_factory=dict)  # the first ones of each code
     images: list[ImageUse] = field(default_factory=list)
     classes: Classes = field(default_factory=Classes)
     sizes: Sizes = field(default_factory=Sizes)
@@ -308,56 +210,80 @@ class PartFacts:
     tokens: Tokens = field(default_factory=Tokens)
     example_tokens: Tokens = field(default_factory=Tokens)
 
-    def add_problems(self, line: int, problems: Iterable[Problem]) -> None:
-        for problem in problems:
-            self.counts[problem.code] += 1
-            if self.counts[problem.code] <= EXAMPLES:
-                self.examples.append((line, problem))
+    def add(self, line: int | None, problem: Problem) -> None:
+        self.counts[problem.code] += 1
+        self._add_place(problem.code, line, problem.detail)
+
+    def _add_place(self, code: str, line: int | None, detail: str) -> None:
+        places = self.places.setdefault(code, [])
+        if len(places) < EXAMPLES:
+            places.append((line, detail))
+
+    def merge(self, part: "Facts") -> None:
+        """Add the facts about the part of the file behind this one, except for its images."""
+        for code, places in part.places.items():
+            for line, detail in places:
+                self._add_place(code, None if line is None else self.lines + line, detail)
+        self.lines += part.lines
+        self.records += part.records
+        self.questions += part.questions
+        self.objects += part.objects
+        self.counts.update(part.counts)
+        self.classes.merge(part.classes)
+        self.sizes.merge(part.sizes)
+        self.suspicions.merge(part.suspicions)
+        self.tokens.merge(part.tokens)
+        self.example_tokens.merge(part.example_tokens)
 
 
 @dataclass(frozen=True)
 class _PartReader:
     """Reads parts of a file."""
 
-    path: Path
+    folder: Path
     look: ReadImage | None
     count_tokens: CountTokens | None
     max_length: int | None
 
-    def read(self, part: tuple[int, int]) -> PartFacts:
-        facts = PartFacts()
-        for line in read_lines(self.path, part):
+    def read(self, lines: Iterator[bytes]) -> Facts:
+        facts = Facts()
+        for line in lines:
             facts.lines += 1
             if line.strip():
-                self._add_line(facts, line)
+                try:
+                    record = parse_any_record(line)
+                except ValueError as error:
+                    facts.add(facts.lines, Problem("broken-line", str(error)))
+                else:
+                    self._add_record(facts, record)
         return facts
 
-    def _add_line(self, facts: PartFacts, line: bytes) -> None:
-        try:
-            record = parse_any_record(line)
-        except ValueError as error:
-            facts.add_problems(facts.lines, [Problem("broken-line", str(error))])
-            return
+    def _add_record(self, facts: Facts, record: AnyRecord) -> None:
         facts.records += 1
-        problems = check_chat(record) if isinstance(record, ChatRecord) else check_record(record)
-        facts.add_problems(facts.lines, problems)
-        content = self._read_image(facts, record, record.image) if record.image is not None else None
+        problems = check_record(record)
+        seen, of_image = look_at_image(self.folder, record, self.look)
+        for problem in (*problems, *of_image):
+            facts.add(facts.lines, problem)
         if isinstance(record, ChatRecord):
             facts.questions += 1
         else:
             facts.objects += len(record.objects)
-            facts.images.append(_describe_use(facts.lines, record, content))
-            for measure in (facts.classes, facts.sizes, facts.suspicions):
-                measure.add(record)
+            request = (record.classes, record.expression, record.prompt)
+            content = None if seen is None else hash((seen.content_hash, request))
+            path_hash = hash((os.path.normpath(record.image), request))
+            facts.images.append((facts.lines, record.image, path_hash, content))
+            facts.classes.add(record)
+            facts.sizes.add(record)
+            facts.suspicions.add(record)
         if self.count_tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            facts.add_problems(facts.lines, self._add_length(facts, record, self.count_tokens))
+            self._add_length(facts, record, self.count_tokens)
 
-    def _add_length(self, facts: PartFacts, record: AnyRecord, count_tokens: CountTokens) -> Iterator[Problem]:
-        """Count the tokens of a record's example. Yield a problem if it is too long, or if there can be none."""
+    def _add_length(self, facts: Facts, record: AnyRecord, count_tokens: CountTokens) -> None:
+        """Count the tokens of a record's example. It is a problem if it is too long, or if there can be none."""
         try:
             prompt, answer = count_tokens(record)
         except ValueError as error:
-            yield Problem("not-writable", str(error))
+            facts.add(facts.lines, Problem("not-writable", str(error)))
             return
         objects = None if isinstance(record, ChatRecord) else len(record.asked_objects)
         facts.tokens.add(answer, objects)
@@ -366,21 +292,19 @@ class _PartReader:
             facts.example_tokens.add(length, objects)
         if self.max_length is not None and length > self.max_length:
             parts = "" if prompt is None else f", {answer:,} of them the answer"
-            yield Problem("too-long", f"{length:,} tokens{parts}; at most {self.max_length:,} are allowed")
-
-    def _read_image(self, facts: PartFacts, record: AnyRecord, image: str) -> int | None:
-        """Return the hash of the content of an image, or None if it was not read. Add what is wrong with it."""
-        if self.look is None:
-            return None
-        seen, problems = look_at_image(self.path.parent / image, record, self.look)
-        facts.add_problems(facts.lines, problems)
-        return None if seen is None else hash(seen.content_hash)
+            detail = f"{length:,} tokens{parts}; at most {self.max_length:,} are allowed"
+            facts.add(facts.lines, Problem("too-long", detail))
 
 
-def look_at_image(file: Path, record: AnyRecord, look: ReadImage) -> tuple[ImageFacts | None, tuple[Problem, ...]]:
-    """Return the facts of the image of a record, and what is wrong with it."""
+def look_at_image(
+    folder: Path, record: AnyRecord, look: ReadImage | None
+) -> tuple[ImageFacts | None, tuple[Problem, ...]]:
+    """Return the facts of the image of a record, and what is wrong with it. Without `look`, or without an image,
+    there are neither."""
+    if look is None or record.image is None:
+        return None, ()
     try:
-        image = look(file)
+        image = look(folder / record.image)
     except FileNotFoundError:
         return None, (Problem("image-missing", repr(record.image)),)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
@@ -390,71 +314,120 @@ def look_at_image(file: Path, record: AnyRecord, look: ReadImage) -> tuple[Image
     return image, check_image(record, image)
 
 
-class _Examination:
-    """The findings and statistics of the parts that were read so far, in the order of the file."""
+def examine(
+    path: Path,
+    *,
+    look: ReadImage | None = None,
+    count_tokens: CountTokens | None = None,
+    max_length: int | None = None,
+    notify: Callable[[float], None] = ignore,
+    processes: int = 1,
+    part: int = PART,
+) -> DataReport:
+    """Report on a data file. `look` reads the facts of an image file. `max_length` is the largest number of tokens
+    of an example, as far as they are counted. `notify` is called with the share of the file that has been read.
+    Several `processes` read parts of the file, of about `part` bytes, side by side; the report is the same."""
+    reader, whole = _PartReader(path.parent, look, count_tokens, max_length), Facts()
+    paths, contents = dict[int, int](), dict[int, int]()  # from the hash of each to the first line that has it
+    for facts in read_parts(path, reader.read, processes, notify, part):
+        for line, image, path_hash, content in facts.images:
+            line += whole.lines
+            first = paths.setdefault(path_hash, line)
+            twin = line if content is None else contents.setdefault(content, line)
+            if first != line:
+                whole.add(line, Problem("duplicate-image", f"{image!r}, as in line {first}"))
+            elif twin != line:
+                whole.add(line, Problem("duplicate-content", f"{image!r}, as in line {twin}"))
+        whole.merge(facts)
+    if not whole.records and not whole.counts:
+        whole.add(None, Problem("no-records", "nothing to train on"))
+    for problem in (*whole.suspicions.problems(), *whole.classes.problems(), *whole.sizes.problems()):
+        whole.add(None, problem)
+    findings = []
+    for code, kind in KINDS.items():  # errors first, and general problems before those of one object
+        if code in whole.counts:
+            places = tuple(Place(str(path), *place) for place in whole.places[code])
+            findings.append(replace(kind, count=whole.counts[code], places=places))
+    return DataReport(
+        path,
+        whole.records,
+        whole.questions,
+        whole.objects,
+        tuple(findings),
+        whole.classes,
+        whole.sizes,
+        whole.tokens.count,
+        whole.example_tokens.count,
+    )
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._whole = path, PartFacts()
-        self._places: dict[str, list[Place]] = {}  # by code
-        self._paths: dict[int, int] = {}  # from the hash of a path to the first line that has it
-        self._contents: dict[int, int] = {}  # from the hash of a content to the first line that has it
 
-    def merge(self, part: PartFacts) -> None:
-        whole, before = self._whole, self._whole.lines
-        for line, problem in part.examples:
-            self._add_place(before + line, problem)
-        for line, image, path_hash, content_hash in part.images:
-            self._find_duplicates(before + line, image, path_hash, content_hash)
-        whole.lines += part.lines
-        whole.records += part.records
-        whole.questions += part.questions
-        whole.objects += part.objects
-        whole.counts.update(part.counts)
-        whole.classes.merge(part.classes)
-        whole.sizes.merge(part.sizes)
-        whole.suspicions.merge(part.suspicions)
-        whole.tokens.merge(part.tokens)
-        whole.example_tokens.merge(part.example_tokens)
+def read_parts(
+    path: Path,
+    work: Callable[[Iterator[bytes]], T],
+    processes: int,
+    notify: Callable[[float], None],
+    part: int = PART,
+) -> Iterator[T]:
+    """Yield what `work` returns for the lines of each part of a file, in order. Parts have about `part` bytes, and
+    several `processes` read them side by side. `notify` gets the share of the file that has been read."""
+    parts, begin, size = list[tuple[int, int]](), 0, path.stat().st_size
+    with open_records(path) as file:
+        while begin < size:
+            file.seek(min(begin + part, size))
+            file.readline()
+            parts.append((begin, file.tell()))
+            begin = file.tell()
 
-    def report(self) -> DataReport:
-        whole = self._whole
-        if not whole.records and not whole.counts:
-            self._add(None, Problem("no-records", "nothing to train on"))
-        for measure in (whole.suspicions, whole.classes, whole.sizes):
-            for problem in measure.problems():
-                self._add(None, problem)
-        findings = tuple(  # in the order of `KINDS`: errors first, and general problems before those of one object
-            replace(kind, count=whole.counts[code], places=tuple(self._places[code]))
-            for code, kind in KINDS.items()
-            if code in whole.counts
-        )
-        return DataReport(
-            self._path,
-            whole.records,
-            whole.questions,
-            whole.objects,
-            findings,
-            whole.classes,
-            whole.sizes,
-            whole.tokens.count,
-            whole.example_tokens.count,
-        )
+    def read(bounds: tuple[int, int]) -> T:
+        return work(_read_lines(path, *bounds))
 
-    def _find_duplicates(self, line: int, image: str, path_hash: int, content_hash: int | None) -> None:
-        first = self._paths.setdefault(path_hash, line)
-        if first != line:
-            self._add(line, Problem("duplicate-image", f"{image!r}, as in line {first}"))
-        if content_hash is None:
-            return
-        twin = self._contents.setdefault(content_hash, line)
-        if twin != line and first == line:
-            self._add(line, Problem("duplicate-content", f"{image!r}, as in line {twin}"))
+    processes = min(processes, len(parts)) if sys.platform == "linux" else 1
+    results = map(read, parts) if processes <= 1 else _map_in_processes(read, parts, processes)
+    for (_, end), result in zip(parts, results, strict=True):
+        yield result
+        notify(end / size)
 
-    def _add(self, line: int | None, problem: Problem) -> None:
-        self._whole.counts[problem.code] += 1
-        self._add_place(line, problem)
 
-    def _add_place(self, line: int | None, problem: Problem) -> None:
-        places = self._places.setdefault(problem.code, [])
-        if len(places) < EXAMPLES:
-            places.append(Place(str(self._path), line, problem.detail))
+def _read_lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(begin)
+        while file.tell() < end:
+            line = file.readline()
+            if not line:
+                raise DataError(f"{path} was changed while it was read", "start again when it is complete")
+            yield line
+
+
+def _map_in_processes(
+    work: Callable[[tuple[int, int]], T], parts: Sequence[tuple[int, int]], processes: int
+) -> Iterator[T]:
+    """Yield the results of all parts, in order. A few parts are read ahead. The processes are forks of this one,
+    so `work` need not be sent to them."""
+    context = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin_worker, initargs=(work,))
+    waiting: deque[Future[T]] = deque()
+    try:
+        for part in parts:
+            waiting.append(pool.submit(_work_in_process, part))
+            if len(waiting) == 4 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        problem = "a process that read a part of the file was killed, most likely because memory ran out"
+        raise DataError(problem, "end other programs, or allow one processor only (taskset -c 0)") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_work: Callable[[tuple[int, int]], Any]  # of this worker process
+
+
+def _begin_worker(work: Callable[[tuple[int, int]], Any]) -> None:
+    global _work
+    _work = work
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the first one ends the others
+
+
+def _work_in_process(part: tuple[int, int]) -> Any:
+    return _work(part)

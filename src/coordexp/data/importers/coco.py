@@ -11,32 +11,27 @@ images. LVIS labels every object only of the categories that it lists for an ima
 become the `exhaustive` classes of the record.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-
 from coordexp.data.importers.source import (
-    Box,
+    Dropped,
     ImportCounts,
     Ring,
     Rules,
-    SizeOf,
     SourceImage,
     SourceObject,
     check_name,
-    read_missing_size,
+    read_json,
     read_numbers,
+    read_size,
     resolve_image,
-    ring_area,
 )
+from coordexp.data.masks import decode_mask, trace_outlines
 from coordexp.data.records import LARGEST_ID
-from coordexp.errors import DataError, explain
-from coordexp.files import read_file
+from coordexp.errors import DataError
 
 JsonObject = dict[str, Any]
 NOT_EXHAUSTIVE = (
@@ -44,35 +39,23 @@ NOT_EXHAUSTIVE = (
 )
 
 
-def read_coco(
-    path: Path, images: Path, rules: Rules, counts: ImportCounts, size_of: SizeOf
-) -> Iterator[SourceImage]:
-    yield from _read_document(_load_document(path), images, rules, counts, size_of)
+def read_coco(path: Path, images: Path, rules: Rules, counts: ImportCounts) -> Iterator[SourceImage]:
+    yield from _read_document(_load_document(path), images, rules, counts)
 
 
-def read_lvis(
-    path: Path, images: Path, rules: Rules, counts: ImportCounts, size_of: SizeOf
-) -> Iterator[SourceImage]:
+def read_lvis(path: Path, images: Path, rules: Rules, counts: ImportCounts) -> Iterator[SourceImage]:
     document = _load_document(path)
     for image in document["images"]:
         if image.get("not_exhaustive_category_ids"):
             counts.add("noted", NOT_EXHAUSTIVE, f"image {image.get('id')!r}")
-        image["file_name"] = _lvis_file_name(image)
-    yield from _read_document(document, images, rules, counts, size_of, is_lvis=True)
-
-
-def _lvis_file_name(image: JsonObject) -> Any:
-    """Return the file name, or else the last two parts of the address: the split and the file."""
-    url = image.get("coco_url")
-    if image.get("file_name") or not isinstance(url, str):
-        return image.get("file_name")
-    return "/".join(unquote(urlsplit(url).path).split("/")[-2:])
+        url = image.get("coco_url")
+        if not image.get("file_name") and isinstance(url, str):  # the last two parts: the split and the file
+            image["file_name"] = "/".join(unquote(urlsplit(url).path).split("/")[-2:])
+    yield from _read_document(document, images, rules, counts, is_lvis=True)
 
 
 def _load_document(path: Path) -> JsonObject:
-    kinds = (OSError, ValueError, RecursionError)
-    with explain(kinds, f"{path}: not a JSON document", "give the file of annotations"):
-        document = json.loads(read_file(path))
+    document = read_json(path, "give the file of annotations")
     for name in ("images", "categories", "annotations"):
         entries = document.get(name) if isinstance(document, dict) else None
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -85,12 +68,7 @@ def _load_document(path: Path) -> JsonObject:
 
 
 def _read_document(
-    document: JsonObject,
-    folder: Path,
-    rules: Rules,
-    counts: ImportCounts,
-    size_of: SizeOf,
-    is_lvis: bool = False,
+    document: JsonObject, folder: Path, rules: Rules, counts: ImportCounts, is_lvis: bool = False
 ) -> Iterator[SourceImage]:
     """Yield the images in the order of the document, each with its annotations in their order."""
     names = _read_categories(document["categories"], counts)
@@ -103,12 +81,10 @@ def _read_document(
         if path in seen:
             counts.add("noted", "file that two images share: both are kept", where)
         seen.add(path)
-        size = _read_size(image, path, where, counts, size_of)
+        size = _read_size(image, path, where, counts)
         own = annotations.pop(id, [])
         kept = [annotation for annotation in own if not _is_dropped_crowd(annotation, rules)]
-        objects = [
-            _read_object(annotation, names[annotation["category_id"]], size, rules, counts) for annotation in kept
-        ]
+        objects = [_read_object(annotation, names, size, rules, counts) for annotation in kept]
         unlabelled = {annotation["category_id"] for annotation in own if _is_dropped_crowd(annotation, rules)}
         exhaustive = _find_exhaustive(image, own, names, unlabelled, is_lvis)
         yield SourceImage(path, *size, tuple(objects), _keep_id(id, "image", counts), exhaustive)
@@ -202,28 +178,32 @@ def _group_by_image(
     return groups
 
 
-def _read_size(
-    image: JsonObject, path: Path, where: str, counts: ImportCounts, size_of: SizeOf
-) -> tuple[int, int]:
+def _read_size(image: JsonObject, path: Path, where: str, counts: ImportCounts) -> tuple[int, int]:
     width, height = image.get("width"), image.get("height")
-    if width is None or height is None:
-        return read_missing_size(path, f"{where}: no width and height", where, counts, size_of)
-    if not all(type(side) in (int, float) and side > 0 and side % 1 == 0 for side in (width, height)):
-        raise DataError(
-            f"{where}: width {width!r} and height {height!r} are not positive whole numbers",
-            "correct or remove them",
-        )
-    return int(width), int(height)
+    if width is not None and height is not None:
+        if not all(type(side) in (int, float) and side > 0 and side % 1 == 0 for side in (width, height)):
+            raise DataError(
+                f"{where}: width {width!r} and height {height!r} are not positive whole numbers",
+                "correct or remove them",
+            )
+        return int(width), int(height)
+    return read_size((), path, f"{where}: no width and height", where, counts)
 
 
 def _read_object(
-    annotation: JsonObject, desc: str, size: tuple[int, int], rules: Rules, counts: ImportCounts
+    annotation: JsonObject, names: Mapping[Any, str], size: tuple[int, int], rules: Rules, counts: ImportCounts
 ) -> SourceObject:
-    where = _describe(annotation)
-    box = _read_box(annotation.get("bbox"), where, counts)
-    needs_rings = rules.geometry != "box" or box is None
-    rings = _read_rings(annotation.get("segmentation"), size, where, counts) if needs_rings else ()
-    return SourceObject(desc, where, box, rings, _keep_id(annotation["category_id"], "category", counts))
+    where, category, bbox = _describe(annotation), annotation["category_id"], annotation.get("bbox")
+    box, rings = None, list[Ring]()
+    if (numbers := read_numbers(bbox)) is not None and len(numbers) == 4:
+        x, y, width, height = numbers
+        box = (x, y, x + width, y + height)
+    elif bbox is not None:
+        counts.add("changed", "bbox that is not four numbers: it is ignored", where)
+    if rules.geometry != "box" or box is None:
+        with counts.dropping(where):
+            rings = _read_rings(annotation.get("segmentation"), size, where, counts)
+    return SourceObject(names[category], where, box, tuple(rings), _keep_id(category, "category", counts))
 
 
 def _keep_id(id: int | str, what: str, counts: ImportCounts) -> int | None:
@@ -239,132 +219,22 @@ def _describe(annotation: JsonObject) -> str:
     return f"annotation {annotation.get('id')!r} of image {annotation.get('image_id')!r}"
 
 
-def _read_box(value: Any, where: str, counts: ImportCounts) -> Box | None:
-    if value is None:
-        return None
-    coords = read_numbers(value)
-    if coords is None or len(coords) != 4:
-        counts.add("changed", "bbox that is not four numbers: it is ignored", where)
-        return None
-    x, y, width, height = coords
-    return x, y, x + width, y + height
-
-
-def _read_rings(value: Any, size: tuple[int, int], where: str, counts: ImportCounts) -> tuple[Ring, ...]:
-    if value is None or value == []:
-        return ()
+def _read_rings(value: Any, size: tuple[int, int], where: str, counts: ImportCounts) -> list[Ring]:
+    if not value and not isinstance(value, str | dict):
+        return []
     if isinstance(value, dict):
-        return _read_mask(value, size, where, counts)
-    flat = read_numbers(value)  # a single ring without the list around it
-    if flat is not None:
-        return (flat,)
-    rings = [read_numbers(ring) for ring in value] if isinstance(value, list) else [None]
-    if None in rings:
+        try:
+            rings, holes = trace_outlines(decode_mask(value, *size))
+        except ValueError as error:
+            raise Dropped(f"mask: {error}") from error
+        if not rings:
+            raise Dropped("mask without a pixel")
+        if holes:
+            counts.add("changed", "mask with a hole: the hole is filled", where)
+        return rings
+    if (flat := read_numbers(value)) is not None:  # a single ring without the list around it
+        return [flat]
+    listed = [read_numbers(ring) for ring in value] if isinstance(value, list) else [None]
+    if None in listed:
         counts.add("dropped", "ring that is not a list of numbers", where)
-    return tuple(ring for ring in rings if ring is not None)
-
-
-def _read_mask(value: JsonObject, size: tuple[int, int], where: str, counts: ImportCounts) -> tuple[Ring, ...]:
-    try:
-        mask = decode_mask(value, *size)
-    except ValueError as error:
-        counts.add("dropped", f"mask: {error}", where)
-        return ()
-    rings, holes = trace_outlines(mask)
-    if not rings:
-        counts.add("dropped", "mask without a pixel", where)
-    if holes:
-        counts.add("changed", "mask with a hole: the hole is filled", where)
-    return tuple(rings)
-
-
-# Run-length masks, compressed or not, and the outlines of their parts
-
-_STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # right, down, left, up: the inside is to the right of each step
-
-
-def decode_mask(segmentation: dict[str, Any], width: int, height: int) -> NDArray[np.bool_]:
-    """Return the mask, rows by columns. Raise ValueError if it is broken: no broken mask reaches C code."""
-    if segmentation.get("size") != [height, width]:
-        raise ValueError("the size of a mask differs from that of its image")
-    counts = segmentation.get("counts")
-    runs = _decompress(counts) if isinstance(counts, str) else counts
-    if not isinstance(runs, list) or not all(type(run) is int and run >= 0 for run in runs):
-        raise ValueError("the runs of a mask are not whole numbers from 0")
-    if sum(runs) != width * height:
-        raise ValueError("the runs of a mask do not add up to the size of its image")
-    columns = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
-    return columns.reshape(width, height).T
-
-
-def _decompress(text: str) -> list[int]:
-    """Return the runs of COCO's own format: numbers in characters of six bits, the lowest bits first. From the
-    fourth run on, they are differences from the run before the last."""
-    runs: list[int] = []
-    value = shift = 0
-    for character in text:
-        bits = ord(character) - 48
-        if not 0 <= bits < 64 or shift > 60:
-            raise ValueError("the compressed runs of a mask cannot be read")
-        value |= (bits & 31) << shift
-        shift += 5
-        if bits & 32:
-            continue
-        if bits & 16:
-            value -= 1 << shift
-        runs.append(value + (runs[-2] if len(runs) > 2 else 0))
-        value = shift = 0
-    if shift:
-        raise ValueError("the compressed runs of a mask end in the middle of a number")
-    return runs
-
-
-def trace_outlines(mask: NDArray[np.bool_]) -> tuple[list[Ring], int]:
-    """Return the outer rings of the parts, from the top, and the number of holes that they fill.
-
-    An outline runs along the edges of pixels, so it encloses exactly the pixels of its part. Pixels that touch at
-    a corner belong to one part. A single ring cannot have a hole: the pixels of holes become part of the shape."""
-    directions, starts = _find_edges(mask)
-    used: set[tuple[int, int]] = set()
-    rings, holes = [], 0
-    for start in starts:
-        if start in used:
-            continue
-        ring = _walk(start, directions, used)
-        if ring_area(ring) > 0:
-            rings.append(ring)
-        else:
-            holes += 1
-    return rings, holes
-
-
-def _find_edges(mask: NDArray[np.bool_]) -> tuple[dict[tuple[int, int], list[int]], list[tuple[int, int]]]:
-    """Return the directions in which outlines leave each corner, and the corners where an upper edge begins."""
-    padded = np.pad(mask, 1)
-    inner = padded[1:-1, 1:-1]
-    above, right, below, left = padded[:-2, 1:-1], padded[1:-1, 2:], padded[2:, 1:-1], padded[1:-1, :-2]
-    begins = ((0, 0), (1, 0), (1, 1), (0, 1))  # the corner of a pixel from which its edge on that side starts
-    directions: dict[tuple[int, int], list[int]] = {}
-    for direction, (neighbour, (dx, dy)) in enumerate(zip((above, right, below, left), begins, strict=True)):
-        ys, xs = np.nonzero(inner & ~neighbour)
-        for corner in zip((xs + dx).tolist(), (ys + dy).tolist(), strict=True):
-            directions.setdefault(corner, []).append(direction)
-    return directions, [corner for corner, leaving in directions.items() if 0 in leaving]
-
-
-def _walk(
-    start: tuple[int, int], directions: dict[tuple[int, int], list[int]], used: set[tuple[int, int]]
-) -> Ring:
-    """Return one outline, followed once around from an upper edge. Where two outlines meet at a corner, turning
-    left keeps them together."""
-    ring: list[float] = []
-    corner, direction, previous = start, 0, -1
-    while corner != start or direction != 0 or previous < 0:
-        if direction == 0:
-            used.add(corner)
-        if direction != previous:
-            ring += corner
-        corner = (corner[0] + _STEPS[direction][0], corner[1] + _STEPS[direction][1])
-        previous = direction
-        direction = directions[corner][0] if len(directions[corner]) == 1 else (direction - 1) % 4
-    return tuple(map(float, ring))
+    return [ring for ring in listed if ring is not None]

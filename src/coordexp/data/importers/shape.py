@@ -7,108 +7,92 @@ cannot be trained on.
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from coordexp.data.geometry import GeometryKind, is_degenerate, is_valid_count, to_bin
+from coordexp.data.geometry import GeometryKind, box_ring, is_degenerate, is_valid_count, ring_area, to_bin
 from coordexp.data.importers.source import (
+    Dropped,
     ImportCounts,
     Ring,
     Rules,
     SourceImage,
     SourceObject,
     bounding_box,
-    ring_area,
 )
 from coordexp.data.records import Record, RecordObject
 from coordexp.errors import DataError
+from coordexp.files import write_parts
 
 BORDER = 0.1  # pixels by which the rounding of a tool may move a shape out of its image
 FLAT = 1e-6  # square pixels; a smaller area is zero up to rounding
 
 KindAndCoords = tuple[GeometryKind, Ring]
-Points = NDArray[np.float64]
 
 
 def convert_object(
     source: SourceObject, size: tuple[int, int], rules: Rules, counts: ImportCounts
 ) -> Iterator[RecordObject]:
-    for kind, coords in _choose_shapes(source, rules, counts):
-        kept = _fit_into_image(kind, coords, size, source.where, rules, counts)
-        if kept is None:
-            continue
-        if kind == "poly" and rules.tolerance > 0:
-            simple = simplify_ring(kept, rules.tolerance)
-            if simple != kept:
-                counts.add("changed", "polygon drawn with fewer vertices (--tolerance)", source.where)
-            kept = simple
-        rounded = tuple(round(value, 3) for value in kept)
-        if is_degenerate(kind, tuple(to_bin(value, size[k % 2]) for k, value in enumerate(rounded))):
-            counts.add("dropped", "object that has no area in 1,000 bins", source.where)
-            continue
-        yield RecordObject(source.desc, kind, rounded, source.category_id)
+    with counts.dropping(source.where):
+        for kind, coords in _choose_shapes(source, rules, counts):
+            with counts.dropping(source.where):
+                kept = _fit_into_image(kind, coords, size, source.where, rules, counts)
+                if kind == "poly" and rules.tolerance > 0:
+                    simple = simplify_ring(kept, rules.tolerance)
+                    if simple != kept:
+                        counts.add("changed", "polygon drawn with fewer vertices (--tolerance)", source.where)
+                    kept = simple
+                rounded = tuple(round(value, 3) for value in kept)
+                if is_degenerate(kind, tuple(to_bin(value, size[k % 2]) for k, value in enumerate(rounded))):
+                    raise Dropped("object that has no area in 1,000 bins")
+                yield RecordObject(source.desc, kind, rounded, source.category_id)
 
 
 def _choose_shapes(source: SourceObject, rules: Rules, counts: ImportCounts) -> list[KindAndCoords]:
     """Apply the rules on geometry and on parts."""
     rings = _usable_rings(source, counts) if rules.geometry != "box" or not source.box else []
-    if rules.geometry == "box":
-        return _choose_box(source, rings, counts)
     if not rings and rules.geometry == "poly":
-        counts.add("dropped", "object without a usable polygon (--geometry poly)", source.where)
-        return []
-    if not rings:
-        if source.rings and source.box:
-            counts.add("changed", "object without a usable polygon: its box is taken", source.where)
-        return _choose_box(source, rings, counts)
-    if len(rings) == 1 or rules.multipart == "split":
-        if len(rings) > 1:
-            counts.add("changed", "object of several parts: split into one object each", source.where)
-        return [("poly", ring) for ring in rings]
-    if rules.multipart == "drop":
-        counts.add("dropped", "object of several parts (--multipart drop)", source.where)
-        return []
-    if rules.multipart == "box":
-        counts.add("changed", "object of several parts: its box is taken", source.where)
-        return _choose_box(source, rings, counts)
-    counts.add("changed", "object of several parts: the largest is taken", source.where)
-    return [("poly", max(rings, key=_area))]
-
-
-def _choose_box(source: SourceObject, rings: list[Ring], counts: ImportCounts) -> list[KindAndCoords]:
+        raise Dropped("object without a usable polygon (--geometry poly)")
+    several = "object of several parts"
+    if rings and rules.geometry != "box":
+        if len(rings) == 1:
+            return [("poly", rings[0])]
+        if rules.multipart == "split":
+            counts.add("changed", f"{several}: split into one object each", source.where)
+            return [("poly", ring) for ring in rings]
+        if rules.multipart == "largest":
+            counts.add("changed", f"{several}: the largest is taken", source.where)
+            return [("poly", max(rings, key=lambda ring: abs(ring_area(ring))))]
+        if rules.multipart == "drop":
+            raise Dropped(f"{several} (--multipart drop)")
+        counts.add("changed", f"{several}: its box is taken", source.where)
+    elif source.rings and source.box and rules.geometry != "box":
+        counts.add("changed", "object without a usable polygon: its box is taken", source.where)
     box = source.box or (bounding_box(rings) if rings else None)
     if box is None:
-        counts.add("dropped", "object without a usable box", source.where)
-        return []
+        raise Dropped("object without a usable box")
     if not (box[0] < box[2] and box[1] < box[3]):
-        counts.add("dropped", "box whose width or height is not above 0", source.where)
-        return []
+        raise Dropped("box whose width or height is not above 0")
     return [("bbox_2d", box)]
 
 
 def _usable_rings(source: SourceObject, counts: ImportCounts) -> list[Ring]:
     rings = []
     for ring in source.rings:
-        if not is_valid_count("poly", len(ring)):
-            counts.add("dropped", "ring with an odd number of numbers or with fewer than 6", source.where)
-        elif _area(ring) < FLAT:
-            counts.add("dropped", "ring without area", source.where)
-        else:
+        with counts.dropping(source.where):
+            if not is_valid_count("poly", len(ring)):
+                raise Dropped("ring with an odd number of numbers or with fewer than 6")
+            if abs(ring_area(ring)) < FLAT:
+                raise Dropped("ring without area")
             rings.append(ring)
     return rings
 
 
-def _area(ring: Ring) -> float:
-    return abs(ring_area(ring))
-
-
 def _fit_into_image(
     kind: GeometryKind, coords: Ring, size: tuple[int, int], where: str, rules: Rules, counts: ImportCounts
-) -> Ring | None:
-    """Apply the rule on shapes that extend beyond the image. Return None if nothing is left of the shape."""
+) -> Ring:
+    """Apply the rule on shapes that extend beyond the image. Raise `Dropped` if nothing is left of the shape."""
     excess = max(max(-value, value - size[k % 2]) for k, value in enumerate(coords))
     if excess <= 0:
         return coords
@@ -119,13 +103,10 @@ def _fit_into_image(
             "correct it, or import with --outside clip or --outside drop",
         )
     if excess > BORDER and rules.outside == "drop":
-        counts.add("dropped", "object that extends beyond the image (--outside drop)", where)
-        return None
-    ring = coords if kind == "poly" else (*coords[:3], coords[1], *coords[2:], coords[0], coords[3])
-    clipped = _clip_ring(ring, size)
-    if not clipped or _area(clipped) < FLAT:
-        counts.add("dropped", "object with no part inside the image", where)
-        return None
+        raise Dropped("object that extends beyond the image (--outside drop)")
+    clipped = _clip_ring(coords if kind == "poly" else box_ring(coords), size)
+    if not clipped or abs(ring_area(clipped)) < FLAT:
+        raise Dropped("object with no part inside the image")
     if excess <= BORDER:
         counts.add("changed", "object put outside the image by rounding: moved onto the border", where)
     else:
@@ -161,38 +142,23 @@ def simplify_ring(ring: Ring, tolerance: float) -> Ring:
     The outline of a mask has a vertex at every step of its staircase; a tolerance of half a pixel or one pixel
     removes most of them."""
     points = np.array(ring).reshape(-1, 2)
-    far = int(np.argmax(np.hypot(*(points - points[0]).T)))
     closed = np.vstack([points, points[:1]])
-    kept = {0, far}
-    kept |= _needed_vertices(closed, 0, far, tolerance) | _needed_vertices(closed, far, len(points), tolerance)
-    simple = tuple(points[sorted(kept)].ravel().tolist())
-    return simple if len(kept) > 2 and ring_area(simple) else ring
-
-
-def _needed_vertices(points: Points, first: int, last: int, tolerance: float) -> set[int]:
-    """Return the vertices between two others that a straight line may not skip."""
-    needed: set[int] = set()
-    waiting = [(first, last)]
+    far = int(np.argmax(np.hypot(*(points - points[0]).T)))
+    kept, waiting = {0, far}, [(0, far), (far, len(points))]
     while waiting:
         start, end = waiting.pop()
         if end - start < 2:
             continue
-        distances = _distances(points[start + 1 : end], points[start], points[end])
+        along, others = closed[end] - closed[start], closed[start + 1 : end] - closed[start]
+        share = np.clip(others @ along / max(along @ along, np.finfo(float).tiny), 0, 1)
+        distances = np.hypot(*(others - share[:, None] * along).T)  # from the segment between start and end
         worst = int(np.argmax(distances))
         if distances[worst] > tolerance:
             middle = start + 1 + worst
-            needed.add(middle)
+            kept.add(middle)
             waiting += [(start, middle), (middle, end)]
-    return needed
-
-
-def _distances(points: Points, start: Points, end: Points) -> Points:
-    """Return the distances of points from the segment between two others."""
-    along = end - start
-    length = float(along @ along)
-    share = np.clip((points - start) @ along / length, 0, 1) if length else np.zeros(len(points))
-    distances: Points = np.hypot(*(points - start - share[:, None] * along).T)
-    return distances
+    simple = tuple(points[sorted(kept)].ravel().tolist())
+    return simple if len(kept) > 2 and ring_area(simple) else ring
 
 
 def write_records(
@@ -200,20 +166,15 @@ def write_records(
 ) -> None:
     """Write the records. `notify` is called with the number of images read so far. Raise DataError if most of the
     image files are missing, because then the folder of images is the wrong one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.part")
-    with ExitStack() as cleanup:
-        cleanup.callback(part.unlink, missing_ok=True)
-        with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            for number, image in enumerate(images, start=1):
-                notify(number)
-                record = _convert_image(image, target.parent, rules, counts)
-                if record is not None:
-                    file.write(record.as_json() + "\n")
-                    counts.images += 1
-                    counts.objects += len(record.objects)
+    with write_parts(target) as write:
+        for number, image in enumerate(images, start=1):
+            notify(number)
+            record = _convert_image(image, target.parent, rules, counts)
+            if record is not None:
+                write(f"{record.as_json()}\n")
+                counts.images += 1
+                counts.objects += len(record.objects)
         _check_missing(counts, rules)
-        part.replace(target)
 
 
 def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: ImportCounts) -> Record | None:

@@ -4,20 +4,21 @@
 guessing is counted instead.
 """
 
-import math
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from coordexp.errors import DataError, explain
-from coordexp.files import is_encodable
+from coordexp.data.images import read_image_size
+from coordexp.errors import DataError, explain, need_packages
+from coordexp.files import is_encodable, read_file
 
 Ring = tuple[float, ...]
 Box = tuple[float, float, float, float]
-SizeOf = Callable[[Path], tuple[int, int]]
-"""A function that returns the width and height of an image file, or raises OSError if it cannot be read."""
 Effect = Literal["dropped", "changed", "noted"]
 EFFECTS: tuple[Effect, ...] = ("dropped", "changed", "noted")
 LARGEST = 1e9  # no image is that large; excludes NaN and infinity too
@@ -69,6 +70,10 @@ class ReasonCount:
     first: str  # the place of the first case, for the user to look at
 
 
+class Dropped(Exception):
+    """Something of a source cannot be used, for this reason. `ImportCounts.dropping` counts it."""
+
+
 class ImportCounts:
     """How much an import wrote, and how often something was dropped, changed or noted, by reason."""
 
@@ -77,21 +82,33 @@ class ImportCounts:
         self.objects = 0
         self.missing = 0  # image files that do not exist
         self.first_missing = ""
-        self._counts: dict[tuple[Effect, str], int] = {}
+        self._counts: Counter[tuple[Effect, str]] = Counter()
         self._firsts: dict[tuple[Effect, str], str] = {}
 
     def add(self, effect: Effect, reason: str, where: str) -> None:
-        self._counts[effect, reason] = self._counts.get((effect, reason), 0) + 1
+        self._counts[effect, reason] += 1
         self._firsts.setdefault((effect, reason), where)
+
+    @contextmanager
+    def dropping(self, where: str) -> Iterator[None]:
+        """Count a `Dropped` that is raised in the block, and go on behind it."""
+        try:
+            yield
+        except Dropped as reason:
+            self.add("dropped", str(reason), where)
 
     @property
     def entries(self) -> tuple[ReasonCount, ...]:
         """All counts: dropped before changed before noted, and the most frequent reason first."""
-        keys = sorted(self._counts, key=self._rank)
-        return tuple(ReasonCount(*key, self._counts[key], self._firsts[key]) for key in keys)
+        ranked = sorted(
+            self._counts.items(), key=lambda entry: (EFFECTS.index(entry[0][0]), -entry[1], entry[0][1])
+        )
+        return tuple(ReasonCount(*key, count, self._firsts[key]) for key, count in ranked)
 
-    def _rank(self, key: tuple[Effect, str]) -> tuple[int, int, str]:
-        return EFFECTS.index(key[0]), -self._counts[key], key[1]
+
+def read_json(path: Path, fix: str) -> Any:
+    with explain((OSError, ValueError, RecursionError), f"{path}: not a JSON document", fix):
+        return json.loads(read_file(path))
 
 
 def resolve_image(folder: Path, name: Any, where: str, counts: ImportCounts) -> Path:
@@ -109,13 +126,18 @@ def resolve_image(folder: Path, name: Any, where: str, counts: ImportCounts) -> 
     return folder / path
 
 
-def read_missing_size(
-    path: Path, problem: str, where: str, counts: ImportCounts, size_of: SizeOf
+def read_size(
+    stated: Iterable[tuple[Any, Any]], path: Path, problem: str, where: str, counts: ImportCounts
 ) -> tuple[int, int]:
-    """Return the size of an image whose source does not state it. Raise DataError if the file cannot be read."""
+    """Return the first stated width and height that can be used, or else the size of the image file. Raise
+    DataError if the file cannot be read either."""
+    for width, height in stated:
+        if type(width) is int and type(height) is int and width > 0 and height > 0:
+            return width, height
     fix = "give the folder of the images with --images, or add the sizes to the source"
+    need_packages("the size of an image", "PIL", extra="evaluate")
     with explain(OSError, f"{problem}, and {path} cannot be read", fix):
-        size = size_of(path)
+        size = read_image_size(path)
     counts.add("changed", "image without width and height: read from its file", where)
     return size
 
@@ -138,11 +160,11 @@ def read_numbers(value: Any) -> Ring | None:
     return tuple(map(float, value))
 
 
-def ring_area(ring: Ring) -> float:
-    """Return the signed area, which is positive for a ring that runs clockwise on the screen."""
-    xs, ys = ring[::2], ring[1::2]
-    edges = zip(xs, ys, (*xs[1:], xs[0]), (*ys[1:], ys[0]), strict=True)
-    return math.fsum(x * next_y - next_x * y for x, y, next_x, next_y in edges) / 2
+def read_points(value: Any) -> Ring | None:
+    """Return the ring of a list of points, or None if the value is anything but a list of pairs of numbers."""
+    pairs = [read_numbers(point) for point in value] if isinstance(value, list) else [None]
+    ring = tuple(number for pair in pairs if pair is not None and len(pair) == 2 for number in pair)
+    return ring if len(ring) == 2 * len(pairs) else None
 
 
 def bounding_box(rings: Sequence[Ring]) -> Box:

@@ -10,12 +10,11 @@ from typing import Any
 
 import yaml
 
+from coordexp.data.images import read_image_size
 from coordexp.data.importers.source import (
     LARGEST,
-    Box,
+    Dropped,
     ImportCounts,
-    Ring,
-    SizeOf,
     SourceImage,
     SourceObject,
     check_name,
@@ -28,9 +27,7 @@ FAR = 2.0  # a number beyond this cannot be in units of the image
 _NAMES_FILES = ("data.yaml", "data.yml", "classes.txt")
 
 
-def read_yolo(
-    labels: Path, images: Path, names: Path | None, counts: ImportCounts, size_of: SizeOf
-) -> Iterator[SourceImage]:
+def read_yolo(labels: Path, images: Path, names: Path | None, counts: ImportCounts) -> Iterator[SourceImage]:
     classes = _read_classes(names or _find_names_file(labels))
     paths = _find_images(images)
     for name in sorted(p.relative_to(labels).with_suffix("") for p in labels.rglob("*.txt")):
@@ -38,7 +35,7 @@ def read_yolo(
             counts.add("dropped", "file of labels without an image", f"{name.as_posix()}.txt")
     for name, path in paths.items():
         try:
-            size = size_of(path)
+            size = read_image_size(path)
         except OSError as error:
             counts.add("dropped", "image that cannot be read", f"{path}: {error}")
             continue
@@ -126,36 +123,28 @@ def _read_objects(
     if not file.is_file():
         return
     for number, line in enumerate(file.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
-        where = f"{file}:{number}"
-        if not line.strip():
-            continue
-        values = _read_values(line)
-        if values is None:
-            counts.add("dropped", "line that is not numbers", where)
-        elif values[0] not in classes:
-            counts.add("dropped", "object of a class without a name", f"{where} (class {values[0]:g})")
-        elif len(values) != 5 and (len(values) < 7 or len(values) % 2 == 0):
-            counts.add(
-                "dropped", f"line of {len(values)} numbers: neither a box (5) nor a polygon (7, 9, ...)", where
-            )
-        elif any(abs(value) > FAR for value in values[1:]):
-            counts.add("dropped", "line whose numbers are not in units of the image (0 to 1)", where)
-        else:
-            box, rings = _to_pixels(values[1:], size)
-            yield SourceObject(classes[int(values[0])], where, box, rings)
+        if line.strip():
+            with counts.dropping(f"{file}:{number}"):
+                yield _read_object(line, f"{file}:{number}", classes, size)
 
 
-def _read_values(line: str) -> Ring | None:
+def _read_object(line: str, where: str, classes: dict[int, str], size: tuple[int, int]) -> SourceObject:
     try:
-        values = tuple(map(float, line.split()))
+        number, *values = map(float, line.split())
     except ValueError:
-        return None
-    return values if all(abs(value) < LARGEST for value in values) else None
-
-
-def _to_pixels(values: Ring, size: tuple[int, int]) -> tuple[Box | None, tuple[Ring, ...]]:
+        raise Dropped("line that is not numbers") from None
+    if not all(abs(value) < LARGEST for value in (number, *values)):
+        raise Dropped("line that is not numbers")
+    if number not in classes:
+        raise Dropped("object of a class without a name")
+    if len(values) != 4 and (len(values) < 6 or len(values) % 2):
+        raise Dropped(f"line of {len(values) + 1} numbers: neither a box (5) nor a polygon (7, 9, ...)")
+    if any(abs(value) > FAR for value in values):
+        raise Dropped("line whose numbers are not in units of the image (0 to 1)")
     scaled = tuple(value * size[k % 2] for k, value in enumerate(values))
-    if len(values) > 4:
-        return None, (scaled,)
+    if len(scaled) > 4:
+        return SourceObject(classes[int(number)], where, None, (scaled,))
     x, y, width, height = scaled
-    return (x - width / 2, y - height / 2, x + width / 2, y + height / 2), ()
+    return SourceObject(
+        classes[int(number)], where, (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+    )
