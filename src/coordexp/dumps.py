@@ -83,17 +83,6 @@ def remove_from_step(folder: Path, step: int) -> None:
                     logger.warning("%s: its last line was torn by a crash and is dropped", file)
 
 
-@dataclass(frozen=True)
-class ExamplePlace:
-    """The origin of a dumped example, as its line says it: step, micro-step and rank as in `ExampleId`, and the
-    number of its record in the data file, from 0, instead of its number within the micro-step."""
-
-    step: int
-    micro: int
-    rank: int
-    record: int
-
-
 class DumpedSample(Protocol):
     """The part of a training sample that a dump needs: the number of its record, and its true objects."""
 
@@ -112,49 +101,6 @@ class DumpedAnswers(Protocol):
     def requests(self) -> tuple[Request, ...]: ...
     @property
     def rollouts(self) -> tuple[Rollout, ...]: ...
-
-
-def to_line(
-    place: ExamplePlace,
-    request: Request,
-    rollout: Rollout,
-    truth: tuple[TrueObject, ...],
-    correction: "Correction",
-    *,
-    order: "FieldOrder",
-    settings: RolloutMatching,
-    choice: dict[str, Any] | None = None,
-) -> str:
-    """Return an example as a line of JSON: enough to see what was done, and to do it again without a model.
-    `choice` says how the rollout was chosen, if there were several."""
-    decode = asdict(request.decode) | {"guard": request.decode.guard.model_dump(mode="json")}
-    example: dict[str, Any] = {
-        "format": FORMAT,
-        "place": asdict(place),
-        "picture": {name: getattr(request.image, name) for name in ("path", "width", "height")},
-        "decode": decode,
-        "seed": request.seed,
-        "rollout": asdict(rollout),
-        "truth": _describe_objects(truth),
-        "order": order,
-        "settings": settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
-        "result": describe_correction(correction),
-    }
-    question = {"question": request.question} if request.question else {}
-    return json.dumps(example | question | ({"choice": choice} if choice else {}))
-
-
-def describe_choice(answered: DumpedAnswers, choice: "Choice") -> dict[str, Any] | None:
-    """Return how a rollout was chosen among several, with the texts of all of them, or None if there was only
-    one. `seed` is that of the first request, which identifies the sample."""
-    if len(answered.rollouts) == 1:
-        return None
-    return {
-        "index": choice.index,
-        "seed": answered.requests[0].seed,
-        "texts": [rollout.text for rollout in answered.rollouts],
-        "agreed": None if choice.agreed is None else _describe_objects(choice.agreed),
-    }
 
 
 def _describe_objects(objects: Sequence[TrueObject]) -> list[dict[str, Any]]:
@@ -278,14 +224,6 @@ class DumpFolder:
         append_line(path, line)
 
 
-@dataclass(frozen=True)
-class FirstDump:
-    """The first dump of a run: its step, and the records that are followed from then on."""
-
-    step: int
-    records: set[int]
-
-
 @dataclass
 class DumpWriter:
     """Writes the dumps of rank 0. In every window of `every` steps, the first step with rollouts is dumped, at
@@ -300,7 +238,7 @@ class DumpWriter:
     every: int
     samples: int
     _step: int = -1  # the latest one that was chosen
-    _first_dump: FirstDump | None = None
+    _first_dump: tuple[int, set[int]] | None = None  # its step, and the records that are followed from then on
     _begin: int | None = None  # the first step that this process has seen
     _lines: dict["ExampleId", tuple[str, int]] = field(default_factory=dict)
     _earlier: dict[int, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=dict)
@@ -313,24 +251,45 @@ class DumpWriter:
         file = self._choose_file(id.step, sample.index)
         if file is None:
             return
-        place = ExamplePlace(id.step, id.micro, id.rank, sample.index)
-        line = to_line(
-            place,
-            answered.requests[choice.index],
-            answered.rollouts[choice.index],
-            sample.truth,
-            correction,
-            order=self.order,
-            settings=self.settings,
-            choice=describe_choice(answered, choice),
-        )
-        number = self.folder.add(file, line)
+        number = self.folder.add(file, self._to_line(id, answered, choice, correction))
         if number is None:
             return
         self._lines[id] = file, number
-        self._first_dump = self._first_dump or FirstDump(id.step, set())
-        if self._first_dump.step == id.step:
-            self._first_dump.records.add(sample.index)
+        self._first_dump = self._first_dump or (id.step, set())
+        if self._first_dump[0] == id.step:
+            self._first_dump[1].add(sample.index)
+
+    def _to_line(
+        self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction"
+    ) -> str:
+        """Return an example as a line of JSON: enough to see what was done, and to do it again without a model.
+        Its place has the number of the record in the data file, from 0, instead of its number within the
+        micro-step. If there were several rollouts, `choice` says how one was chosen, and `seed` is that of the
+        first request, which identifies the sample."""
+        request, rollout = answered.requests[choice.index], answered.rollouts[choice.index]
+        decode = asdict(request.decode) | {"guard": request.decode.guard.model_dump(mode="json")}
+        example: dict[str, Any] = {
+            "format": FORMAT,
+            "place": {"step": id.step, "micro": id.micro, "rank": id.rank, "record": answered.sample.index},
+            "picture": {name: getattr(request.image, name) for name in ("path", "width", "height")},
+            "decode": decode,
+            "seed": request.seed,
+            "rollout": asdict(rollout),
+            "truth": _describe_objects(answered.sample.truth),
+            "order": self.order,
+            "settings": self.settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
+            "result": describe_correction(correction),
+        }
+        if request.question:
+            example["question"] = request.question
+        if len(answered.rollouts) > 1:
+            example["choice"] = {
+                "index": choice.index,
+                "seed": answered.requests[0].seed,
+                "texts": [rollout.text for rollout in answered.rollouts],
+                "agreed": None if choice.agreed is None else _describe_objects(choice.agreed),
+            }
+        return json.dumps(example)
 
     def find(self, id: "ExampleId | None") -> tuple[str, int] | None:
         """Return the file of an example that was dumped, and its line, from 0. An example that waited in the carry
@@ -360,15 +319,15 @@ class DumpWriter:
         if step == self._step and self.folder.count(name) < self.samples:
             return name
         first = self._first_dump
-        return f"{FOLLOWED}/{name}" if first and first.step < step and record in first.records else None
+        return f"{FOLLOWED}/{name}" if first and first[0] < step and record in first[1] else None
 
-    def _read_first_dump(self, step: int) -> FirstDump | None:
+    def _read_first_dump(self, step: int) -> tuple[int, set[int]] | None:
         """Return the first dump that an interrupted run has left before `step`."""
         first, file = next(iter(step_files(self.folder.path).items()), (step, None))
         if file is None or first >= step:
             return None
         records = [record for record, _, _ in _read_places(file)]
-        return FirstDump(first, set(records[: self.samples]))
+        return first, set(records[: self.samples])
 
     def _read_lines(self, step: int) -> dict[tuple[int, int], tuple[str, int]]:
         """Return file and line of all dumped examples of a step, by micro-step and seed."""

@@ -54,15 +54,6 @@ def test_an_invalid_object_has_no_shape_and_says_why(open_page: Open) -> None:
     assert page.locator('#stage .shape[data-owner="1"]').count() == 0
 
 
-def test_a_hidden_kind_of_shape_is_not_drawn(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator("#kinds [data-kind=missed]").uncheck()
-    expect(page.locator("#stage .shape.missed").first).to_be_hidden()
-    expect(page.locator("#stage .shape.extra").first).to_be_visible()
-    page.locator("#on").click()
-    expect(page.locator("#stage .shape.missed").first).to_be_hidden()
-
-
 # Navigation
 
 
@@ -156,16 +147,6 @@ def test_everything_can_be_done_with_the_keyboard_only(open_page: Open) -> None:
     assert sample_id(page) == "99.0.12"
 
 
-def test_the_keys_are_listed_on_request(open_page: Open) -> None:
-    page = open_page(demo_book())
-    page.keyboard.press("?")
-    expect(page.locator("#keys")).to_be_visible()
-    page.keyboard.press("j")
-    assert position(page) == "1 of 7"
-    page.keyboard.press("Escape")
-    expect(page.locator("#keys")).to_be_hidden()
-
-
 # Numbers
 
 
@@ -210,38 +191,11 @@ def w1_of_example(sigma: float = 8.0) -> float:
     return total
 
 
-def test_a_text_token_shows_what_it_is_and_how_likely_it_was(open_page: Open) -> None:
-    book = demo_book()
-    sample = book.samples[3]
-    page = open_page(book, "#99.0.12")
-    page.locator("#strip .token.desc").first.hover()
-    at = sample["tokens"]["roles"].index(4)
-    shown = numbers(page)
-    assert shown["token id"] == str(sample["tokens"]["ids"][at])
-    assert shown["-log p"] == f"{sample['trained']['nll'][str(at)]:.4f}"
-    expect(page.locator("#detail h3")).to_contain_text("added description")
-
-
 def test_a_page_without_samples_says_so_and_takes_keys(open_page: Open) -> None:
     page = open_page(Book())
     expect(page.locator("#nothing")).to_be_visible()
     for key in ("j", "t", "o", "m", "s", "Escape"):
         page.keyboard.press(key)
-
-
-def test_a_target_between_two_bins_is_shown_exactly(open_page: Open) -> None:
-    book = Book()
-    sample = book.add(
-        "0.0.1", [TrueShape("cup", (100, 100, 400, 400))], [Predicted("cup", (90, 110, 390, 400), 0, 0.8)]
-    )
-    first = sample["tokens"]["roles"].index(2)
-    sample["tokens"]["target"][first] = 99.5
-    sample["trained"]["bins"][str(first)] = [[99, 1000, 3000]]
-    page = open_page(book)
-    page.locator(f'#strip [data-i="{first}"]').hover()
-    assert numbers(page)["target"] == "99.5"
-    assert numbers(page)["probability of the target bin"] == "30.0 %"  # half-way it is the upper one
-    assert numbers(page)["in the chart (bins under 0.05 % are not stored)"] == "40.0 %"
 
 
 def test_an_address_that_is_not_on_the_page_is_reported(open_page: Open) -> None:

@@ -172,29 +172,3 @@ def test_on_a_phone_nothing_is_wider_than_the_window_and_buttons_are_in_reach(
     expect(page.locator("#accept")).to_be_in_viewport()
     page.locator("#accept").click()
     expect(page.locator("#number")).to_have_text("2 of 6")
-
-
-def test_five_thousand_suggestions_are_decided_without_delay(open_page: Open, tmp_path: Path) -> None:
-    @dataclass(frozen=True)
-    class ManySuggestions:
-        folder: Path
-
-        def save(self, path: Path) -> Path:
-            item = RecordObject("cat", "bbox_2d", (2, 3, 20, 18))
-            suggestions = [Suggestion(k, k, f"{k}.png", 1, item, 0.5) for k in range(1, 5001)]
-            records = {k: Record(f"{k}.png", 64, 48, "pixel", (item,), k) for k in range(1, 5001)}
-            file = write_suggestions(self.folder / "s.jsonl", suggestions)
-            page = render_suggestions(
-                file, records, "many", folder=self.folder, target=self.folder, most=5000, place="inside"
-            )
-            save_page(path, page)
-            return path
-
-    page = open_page(ManySuggestions(tmp_path))
-    seconds = page.evaluate(
-        """() => { const start = performance.now();
-        for (let k = 0; k < 100; k++) document.dispatchEvent(new KeyboardEvent("keydown", { key: "a" }));
-        return (performance.now() - start) / 1000; }"""
-    )
-    expect(page.locator("#counts")).to_have_text("100 of 5000 decided: 100 accepted, 0 rejected")
-    assert seconds < 5

@@ -70,62 +70,38 @@ def report(
 
     Runs that differ only in seeds and names are one group: lines are means, bands lowest to highest.
     """
-    file = _choose_file(page_file, runs)
-    step = _parse_step(at)
-    if len(runs) == 1 and (step is not None or data is not None):
-        raise UserError("--at and --data are for a comparison", "give two runs or more, or leave them out")
+    from coordexp.pages.comparison import compare_groups, reason_not_to_compare
     from coordexp.pages.document import save_page
     from coordexp.pages.report import find_examples, render_report
-    from coordexp.pages.run_folder import group_runs, read_logged_run
+    from coordexp.pages.run_folder import REPORT, group_runs, read_logged_run
 
+    file = page_file or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
+    need_page(file)
+    if at not in ("last", "none") and not at.isdecimal():
+        raise UserError(
+            f"--at {at}: not a step", "give last, none, or a number N for which RUN/evaluations/step-N.json exists"
+        )
+    step = int(at) if at.isdecimal() else None
+    if len(runs) == 1 and (step is not None or data is not None):
+        raise UserError("--at and --data are for a comparison", "give two runs or more, or leave them out")
     with progress("reading") as notify:
         logged = []
         for folder in runs:
             notify(folder.name)
             logged.append(read_logged_run(folder))
         groups = group_runs(logged)
-    result = _compare(groups, at, step, resamples, data)
+    result: ComparisonResult | str  # or the reason why there is none
+    if reason := "--at none was given" if at == "none" else reason_not_to_compare(groups):
+        result = reason
+    else:
+        need("hotcoco", extra="evaluate")
+        with progress("comparing") as notify:
+            result = compare_groups(groups, step, resamples, data, notify)
     with progress("drawing"):
         examples = find_examples(groups, file)
         save_page(file, render_report(groups, result, examples))
     _print_report(groups, result, examples)
     out.print(f"wrote {file}", markup=False)
-
-
-def _choose_file(given: Path | None, runs: Sequence[Path]) -> Path:
-    from coordexp.pages.run_folder import REPORT
-
-    file = given or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
-    if file.suffix != ".html":
-        raise UserError(
-            f"--out {file}: the suffix is {file.suffix or 'missing'}",
-            "the page is an HTML file; give a name like report.html",
-        )
-    return file
-
-
-def _parse_step(at: str) -> int | None:
-    if at in ("last", "none"):
-        return None
-    if not at.isdecimal():
-        raise UserError(
-            f"--at {at}: not a step", "give last, none, or a number N for which RUN/evaluations/step-N.json exists"
-        )
-    return int(at)
-
-
-def _compare(
-    groups: "Sequence[RunGroup]", at: str, step: int | None, resamples: int, data: Path | None
-) -> "ComparisonResult | str":
-    """Return the comparison, or the reason why there is none."""
-    from coordexp.pages.comparison import compare_groups, reason_not_to_compare
-
-    if reason := "--at none was given" if at == "none" else reason_not_to_compare(groups):
-        return reason
-    need("hotcoco", extra="evaluate")
-
-    with progress("comparing") as notify:
-        return compare_groups(groups, step, resamples, data, notify)
 
 
 def _print_report(
@@ -142,19 +118,15 @@ def _print_report(
         if len(groups) > 1:
             err.print(sanitize(f"not compared: {result}"), markup=False, style="yellow")
     else:
-        _print_comparison(result)
+        wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
+        for comparison in result.comparisons:
+            wide.print()
+            wide.print(_make_table(comparison, result.images))
+        for note in result.notes:
+            err.print(sanitize(note), markup=False, style="yellow")
+        out.print()
     if missing := [run for run in examples if run.steps and not run.page]:
         out.print(f"dumped examples without a page: `{inspect_command(missing)}` makes it", markup=False)
-
-
-def _print_comparison(result: "ComparisonResult") -> None:
-    wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
-    for comparison in result.comparisons:
-        wide.print()
-        wide.print(_make_table(comparison, result.images))
-    for note in result.notes:
-        err.print(sanitize(note), markup=False, style="yellow")
-    out.print()
 
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:

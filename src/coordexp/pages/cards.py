@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from coordexp.data import AnyRecord, Record
 from coordexp.data.geometry import box_ring
 from coordexp.data.images import open_image_file, to_rgb
-from coordexp.pages.document import render_page
 
 if TYPE_CHECKING:
     from coordexp.evaluate import ImageAnswer
@@ -95,31 +94,6 @@ class Card:
     problems: Sequence[tuple[str, str, str]] = ()
     objects: Sequence[tuple[Shape, str, str]] = ()
     answer: tuple[str, str] | None = None
-
-
-def render_cards(
-    kind: str,
-    heading: str,
-    scope: str,
-    filters: Sequence[tuple[str, str, Options, str]],
-    cards: Sequence[Card],
-    nothing: str,
-    **more: Any,
-) -> str:
-    """Return a page of cards. A filter has an id, a label, options, and the word attribute that it looks at.
-    `nothing` is shown when no card passes the filters."""
-    return render_page(
-        "cards.html",
-        title=heading,
-        scripts=["common.js", "cards.js"],
-        kind=kind,
-        heading=heading,
-        scope=scope,
-        filters=filters,
-        cards=cards,
-        nothing=nothing,
-        **more,
-    )
 
 
 def number_classes(counts: Counter[str]) -> tuple[dict[str, int], Options]:

@@ -18,10 +18,10 @@ from coordexp.pages.cards import (
     describe_request,
     draw,
     number_classes,
-    render_cards,
     ring_of,
     try_thumbnail,
 )
+from coordexp.pages.document import render_page
 
 MOST_IMAGES = 2000  # on one page
 LARGE_THUMBNAILS = 200  # images up to which thumbnails are large
@@ -50,14 +50,14 @@ def render_predictions(images: Truth, answers: Sequence[ImageAnswer], folder: Pa
     scope = f"all {len(images):,} images"
     if len(shown) < len(images):
         scope = f"the first {len(shown):,} of {len(images):,} images (a page has at most {MOST_IMAGES:,})"
-    return render_cards(
-        "predictions",
-        title,
-        f"{scope}, {counts.total():,} objects of {len(counts):,} classes",
-        [("class", "class", classes, "classes"), ("flag", "answers", kinds, "flags")],
-        cards,
-        "No image matches both filters. Choose another class or answer.",
-        has_scores=True,
+    return render_page(
+        "cards.html",
+        title=title,
+        scripts=["common.js", "cards.js"],
+        kind="predictions",
+        scope=f"{scope}, {counts.total():,} objects of {len(counts):,} classes",
+        filters=[("class", "class", classes, "classes"), ("flag", "answers", kinds, "flags")],
+        cards=cards,
     )
 
 

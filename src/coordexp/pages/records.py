@@ -18,9 +18,9 @@ from coordexp.pages.cards import (
     draw,
     make_thumbnail,
     number_classes,
-    render_cards,
     ring_of,
 )
+from coordexp.pages.document import render_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,14 @@ def render_records(viewed: Sequence[ViewedRecord], title: str, scope: str) -> st
     if questions := sum(isinstance(record, ChatRecord) for record in records):
         scope += f", {questions:,} of them questions"
     scope += f", {counts.total():,} objects of {len(counts):,} classes, {len(viewed) - healthy:,} with problems"
-    filters = [("class", "class", classes, "classes"), ("problem", "problem", problems, "problems")]
-    nothing = "No record matches both filters. Choose another class or problem."
-    return render_cards(
-        "records", title, scope, filters, [_make_card(one, numbers) for one in viewed], nothing, has_scores=False
+    return render_page(
+        "cards.html",
+        title=title,
+        scripts=["common.js", "cards.js"],
+        kind="records",
+        scope=scope,
+        filters=[("class", "class", classes, "classes"), ("problem", "problem", problems, "problems")],
+        cards=[_make_card(one, numbers) for one in viewed],
     )
 
 

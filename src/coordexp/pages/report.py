@@ -153,7 +153,11 @@ def render_report(
         name=name,
         runs=len(runs),
         groups=described,
-        explanation=_explain_charts(groups, ranges),
+        seeds=", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
+        if len(runs) > len(groups)
+        else "",
+        ranges=ranges,
+        smooth_from=SMOOTH_FROM,
         pages=_link_examples(examples),
         missing=missing,
         command=inspect_command(missing) if missing else "",
@@ -247,29 +251,6 @@ def _link_examples(examples: Sequence[RunExamples]) -> list[tuple[str, str, Sequ
 def _join_names(names: Sequence[str]) -> str:
     title = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
     return title if len(title) <= MAX_TITLE else f"{names[0]} and {len(names) - 1} others"
-
-
-def _explain_charts(groups: Sequence[RunGroup], ranges: StepRanges) -> str:
-    several = max(len(group.runs) for group in groups) > 1
-    parts = ["The x axis is optimizer steps."]
-    if several:
-        counts = ", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
-        parts.append(
-            f"Lines are means over the runs of a group (seeds: {counts}); the band is from the lowest to the "
-            "highest run."
-        )
-    if ranges.length > 1:
-        band = "the wide pale band contains every single value" if several else "the band contains every value"
-        parts.append(
-            f"A point stands for {ranges.length:.3g} steps. It is the mean of what was logged in them, and {band}."
-        )
-    if ranges.count > SMOOTH_FROM:
-        parts.append(
-            f"If a line has more than {SMOOTH_FROM} points, the thick line is a running mean over neighbouring "
-            "points, and the thin line shows the values as logged."
-        )
-    parts.append("Steps without a value are skipped. A cross and a gap mark a value that was NaN or infinite.")
-    return " ".join(parts)
 
 
 def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from coordexp.errors import DataError, explain
-from coordexp.pages.curves import EMPTY, LARGEST_NUMBER, NOT_WRITTEN_BY_A_RUN, Log, Series, read_log
+from coordexp.pages.curves import EMPTY, NOT_WRITTEN_BY_A_RUN, Log, Series, read_log
 
 METRICS, RESOLVED, MANIFEST = "metrics.jsonl", "resolved.yaml", "run.json"
 INSPECTOR, REPORT = "inspect.html", "report.html"  # the pages of a run, in its folder
@@ -66,7 +66,7 @@ class ObjectiveTerm(RunFileModel):
     """A term of the loss. A diagnostic has no weight."""
 
     term: str
-    weight: Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)] | None
+    weight: Annotated[float, Field(ge=-1e9, le=1e9)] | None
 
 
 class RunObjective(RunFileModel):

@@ -37,14 +37,6 @@ def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path)
     assert {example.record for example in chosen if example.followed} == {5, 6}
 
 
-def test_followed_records_do_not_push_out_the_first_step_and_the_last(tmp_path):
-    for step in range(10):
-        dump(tmp_path, step, (1, 2, 3))
-        dump(tmp_path, step, (4,), "dumps/followed")
-    chosen, _ = choose_examples(tmp_path, 6)
-    assert steps(chosen) == [0, 0, 0, 9, 9, 9]
-
-
 def test_an_example_has_its_last_trace(tmp_path):
     dump(tmp_path, 3)
     lines = [{"format": 1, "example": 1, "loss": loss} for loss in (2.0, 1.0)]

@@ -66,12 +66,6 @@ def test_images_are_found_relative_to_where_the_run_was_started(tmp_path, monkey
         assert result.exit_code == 0 and "no image" not in result.stderr
 
 
-def test_the_page_has_at_most_the_requested_number_of_examples(folder, tmp_path):
-    run(folder, "--samples", 2, "--out", tmp_path / "few.html")
-    index = element((tmp_path / "few.html").read_text(), "index")
-    assert len(index["samples"]) == 2 and index["total"] == 6
-
-
 def test_a_record_that_occurs_twice_in_a_step_has_two_addresses(tmp_path):
     folder = write_dumped_run(tmp_path / "demo", steps=(0,))
     file = folder / FIRST

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from coordexp.answers.segment import Role
 from coordexp.pages.rollout_sample import CUT, show_sample, summarise_sample
 from coordexp.train.encode import StepIndex
 from tests.dumped import CUP, DOG, NEAR_CUP, NEAR_ROOF, SCRIPT, SMALL, dumping
@@ -82,17 +81,6 @@ def test_what_is_left_out_has_a_change_and_no_number(tmp_path):
     entry = summarise_sample(dumped, None)
     assert (entry["duplicate"], entry["removed"], entry["moved"], entry["extra"]) == (1, 1, 1, 2)
     assert text_of(show(dumped), 2, cut=False) == ""
-
-
-def test_a_trace_is_attached_to_the_tokens_of_the_rebuilt_answer(tmp_path):
-    dumped = dump(tmp_path, ROOF_CUP_CUP_LAMP, correction=POLICIES[3])
-    streams = dumped["result"]["streams"]
-    where = [k for k, role in enumerate(streams["roles"]) if role >= Role.matched_coord]
-    trace = {"step": 1, "loss": 2.5, "terms": {}, "where": where, "nll": [1.0] * len(where)}
-    sample = show(dumped, trace | {"mass": [0.5] * len(where), "bins": {}})
-    ids = sample["tokens"]["ids"]
-    assert [ids[at] for at in sample["trained"]["nll"]] == [streams["ids"][k] for k in where]
-    assert all(sample["tokens"]["roles"][at] != CUT for at in sample["trained"]["nll"])
 
 
 def test_a_token_in_whose_place_a_duplicate_should_be_unlikely_says_which(tmp_path):

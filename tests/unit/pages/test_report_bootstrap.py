@@ -55,21 +55,6 @@ def test_the_interval_of_a_mean_is_the_normal_one():
     assert high == pytest.approx(change.mean() + half, abs=0.05 * half)
 
 
-def test_the_interval_of_a_ratio_is_that_of_its_linear_form():
-    """In a ratio such as F1 numerator and denominator vary. The linear form is that of the delta method."""
-    rng = np.random.default_rng(2)
-    of = rng.integers(1, 20, 5000)
-    base, other = ({"f1": np.stack([rng.binomial(of, p), of], axis=1)} for p in (0.6, 0.62))
-    difference = compare([base], [other], resamples=8000)
-
-    def linear(run):
-        count, below = run["f1"].T
-        return (count - count.sum() / below.sum() * below) / below.mean()
-
-    half = 1.96 * (linear(other) - linear(base)).std() / np.sqrt(5000)
-    assert difference.image_interval[1] - difference.image_interval[0] == pytest.approx(2 * half, rel=0.05)
-
-
 def test_without_variance_over_images_the_interval_over_seeds_is_that_of_welch():
     from scipy.stats import ttest_ind
 

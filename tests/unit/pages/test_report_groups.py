@@ -83,11 +83,6 @@ def test_differences_name_members_of_lists_and_leave_out_seeds():
     assert find_differences(groups) == {"pipeline.objective[token_ce].config.desc": (1.0, 0.0)}
 
 
-def test_a_setting_that_one_group_lacks_is_a_difference():
-    groups = group_runs([named_run("a"), named_run("b", extra=1)])
-    assert find_differences(groups) == {"training.extra": (None, 1)}
-
-
 def test_secrets_are_never_shown():
     tree = {"hub_token": "abc", "nested": [{"password": "abc"}], "max_new_tokens": 5, "eos_token": None}
     assert "abc" not in repr(flatten_settings(tree)) and flatten_settings(tree)["max_new_tokens"] == 5

@@ -11,7 +11,6 @@ from coordexp.pages.report_notes import (
     note_different_code,
     note_different_ends,
     note_gradient_spikes,
-    note_resumes,
     note_unfinished,
     note_waiting,
 )
@@ -79,11 +78,6 @@ def test_a_rule_reports_what_crosses_its_threshold(note, logged, notes):
     assert list(note(make_run(logged))) == notes
 
 
-def test_a_gradient_norm_far_over_its_median_is_reported():
-    (note,) = note_gradient_spikes(make_run(change_line(6, grad_norm=21.0)))
-    assert "step 6" in note
-
-
 @pytest.mark.parametrize(("cut_off", "notes"), [(0.4, 0), (0.5, 1)])
 def test_cut_off_answers_count_late_in_the_run_and_over_a_tenth(cut_off, notes):
     late = [line | ({"rollout/cut_off": cut_off} if line["step"] >= 9 else {}) for line in lines()]
@@ -102,10 +96,6 @@ def test_duplicates_and_cut_off_answers_of_the_last_evaluation_are_reported():
 def test_waiting_is_a_share_of_the_time_in_steps():
     (note,) = note_waiting(make_run([line | {"time/waited": 0.8, "time/step": 2.6} for line in lines()]))
     assert "30.8 % of the time" in note
-
-
-def test_a_resumed_run_is_reported():
-    assert [*note_resumes(make_run(starts=[manifest(), manifest(), manifest()]))] == ["was resumed 2 times"]
 
 
 def test_runs_that_end_at_different_steps_are_reported():

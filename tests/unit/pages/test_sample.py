@@ -45,18 +45,6 @@ def test_tokens_belong_to_the_object_that_they_write(dumped):
     assert [obj["of"] for obj in sample["objects"]] == [0, 2, None]
 
 
-def test_the_coordinates_of_an_object_carry_its_targets(dumped):
-    sample = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
-    tokens = sample["tokens"]
-    targets = {}
-    for target, owner in zip(tokens["target"], tokens["owner"], strict=True):
-        if target is not None:
-            targets.setdefault(owner, []).append(target)
-    assert targets[0] == [10, 10, 110, 110]
-    assert targets[-3] == [300, 300, 500, 500]
-    assert set(targets) == {0, 1, -3}  # the extra object has none
-
-
 def test_a_lost_object_and_its_reason_are_shown_with_its_tokens_in_the_cut(dumped):
     sample = show_sample(dumped["cut.png"], None, SMALL, desc_is_masked=False)
     lost = sample["objects"][1]

@@ -221,5 +221,5 @@ const distribution = (() => {
     return [low, high];
   }
 
-  return { BINS, nearest, expand, softTarget, expected, distance, body };
+  return { nearest, expand, softTarget, expected, distance, body };
 })();

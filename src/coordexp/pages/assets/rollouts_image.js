@@ -65,20 +65,8 @@ const imageView = (() => {
     host.append(...shapes.filter((shape) => shape.kind !== "true").map((shape) => name(shape, height)));
     over.setAttribute("role", "img");
     over.setAttribute("aria-label", `${entry.matched} matched, ${entry.missed} missed, ${entry.extra} extra`);
-    numbering(shapes);
     find("remark").hidden = entry.remark === null;
     find("remark").textContent = entry.remark ?? "";
-  }
-
-  // Explains the numbers beside names with the first of each kind.
-  function numbering(shapes) {
-    const moved = shapes.find((shape) => shape.change === "moved");
-    const added = shapes.find((shape) => !LEFT_OUT.has(shape.kind) && shape.change !== "moved" && change(shape));
-    const parts = [];
-    if (added) parts.push(element("b", "", change(added)), ` added as object_${added.number}. `);
-    if (moved) parts.push(element("b", "", change(moved)), ` moved from ${moved.key} to object_${moved.number}.`);
-    find("numbering").hidden = !parts.length;
-    find("numbering").replaceChildren(...parts);
   }
 
   function small(host, entry, sample) {
@@ -112,38 +100,27 @@ const imageView = (() => {
   return { large, small, guide, clear: () => find("guides")?.replaceChildren() };
 })();
 
-// Two distributions over bins in one chart: the model's as a filled area, the soft target as a dashed line. The upper
-// part shows the neighbourhood of both, the lower part all bins. Heights are square roots, so that a sharp peak does
-// not hide the other curve.
+// Two distributions over bins in one chart: the model's as a filled area, the soft target as a dashed line. It shows the
+// neighbourhood of both; the edge of the image has all bins. Heights are square roots, so that a sharp peak does not hide
+// the other curve.
 const chart = (() => {
-  const [WIDTH, LEFT, RIGHT] = [460, 36, 8];
-  const [TOP, BASE] = [34, 156]; // of the neighbourhood
-  const [LOW, FLOOR] = [184, 208]; // of the overview
+  const [WIDTH, LEFT, RIGHT, TOP, BASE] = [460, 36, 8, 34, 156];
   const TICKS = [1, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002];
 
   function draw(token) {
     const [from, to] = range(token);
     const across = (bin) => LEFT + ((bin - from) / (to - from)) * (WIDTH - LEFT - RIGHT);
-    const wide = (bin) => LEFT + ((bin + 0.5) / distribution.BINS) * (WIDTH - LEFT - RIGHT);
     const most = highest(token, from, to);
     const up = (share) => BASE - Math.sqrt(share / most) * (BASE - TOP);
-    const top = highest(token, 0, distribution.BINS - 1);
-    const less = (share) => FLOOR - Math.sqrt(share / top) * (FLOOR - LOW);
+    const name = `Distribution over bins around ${token.written}, and the target ${token.target ?? ""}`;
     return svg(
       "svg",
-      { viewBox: `0 0 ${WIDTH} 226`, role: "img", "aria-label": describeChart(token), class: "chart" },
+      { viewBox: `0 0 ${WIDTH} 176`, role: "img", "aria-label": name, class: "chart" },
       ...grid(across, up, from, to, most),
-      ...curves(token, across, up, BASE, from, to),
+      ...curves(token, across, up, Math.ceil(from), Math.floor(to)),
       ...marks(token, across),
-      svg("rect", { class: "window", ...window_(wide, from, to) }),
-      ...curves(token, wide, less, FLOOR, 0, distribution.BINS - 1),
-      svg("line", { class: "axis", x1: LEFT, x2: WIDTH - RIGHT, y1: FLOOR, y2: FLOOR }),
-      ...[0, 250, 500, 750, 999].map((bin) => label(wide(bin), FLOOR + 13, bin, bin === 999 ? "end" : "middle")),
-      label(LEFT - 6, FLOOR, "all", "end"),
     );
   }
-
-  const describeChart = ({ written, target }) => `Distribution over bins around ${written}, and the target ${target ?? ""}`;
 
   // The neighbourhood contains nearly all of both distributions, and the written bin.
   function range({ p, q, known, written, target }) {
@@ -165,16 +142,15 @@ const chart = (() => {
     return Math.min(1, most * 1.08);
   }
 
-  function curves({ p, q }, across, up, base, from, to) {
+  function curves({ p, q }, across, up, first, last) {
     const parts = [];
-    const [first, last] = [Math.ceil(from), Math.floor(to)];
     if (p) {
-      const steps = [`M${across(first - 0.5).toFixed(1)},${base}`];
+      const steps = [`M${across(first - 0.5).toFixed(1)},${BASE}`];
       for (let bin = first; bin <= last; bin += 1) {
         if (bin > first && p[bin] === p[bin - 1]) continue;
         steps.push(`H${across(bin - 0.5).toFixed(1)}V${up(p[bin]).toFixed(1)}`);
       }
-      steps.push(`H${across(last + 0.5).toFixed(1)}V${base}Z`);
+      steps.push(`H${across(last + 0.5).toFixed(1)}V${BASE}Z`);
       parts.push(svg("path", { class: "model", d: steps.join("") }));
     }
     if (q) {
@@ -215,11 +191,6 @@ const chart = (() => {
     };
     const targetMark = target === null ? [] : mark(target, "target", 25, `target ${+target.toFixed(1)}`, target < written);
     return [...targetMark, ...mark(written, "written", 11, `written ${written}`, !(target < written))];
-  }
-
-  function window_(wide, from, to) {
-    const [x, end] = [wide(Math.max(0, from)), wide(Math.min(999, to))];
-    return { x, y: LOW - 4, width: Math.max(3, end - x), height: FLOOR - LOW + 4 };
   }
 
   const label = (x, y, text, anchor) => svg("text", { x: x.toFixed(1), y, "text-anchor": anchor }, String(text));

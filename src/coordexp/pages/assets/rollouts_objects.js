@@ -94,11 +94,10 @@ const objects = (() => {
   return { show, reveal, focus: () => active?.focus() };
 })();
 
-// The overlaps of predicted and true objects as a table. Of a large table only a part is shown: the rows around the
-// chosen object.
+// The overlaps of predicted and true objects as a table. Of a large one only the row of the chosen object is shown, with
+// its candidates.
 const matrix = (() => {
   const WHOLE = 40; // up to so many rows and columns, all are shown
-  const [ROWS, COLUMNS] = [12, 14]; // of the part that is shown otherwise
   const host = find("matrix");
   let sample = null;
   let active = null;
@@ -106,46 +105,27 @@ const matrix = (() => {
   function show(next) {
     sample = next;
     const { rows, gate, top_k, rejections } = sample.match;
-    const large = rows.length > WHOLE || sample.truth.length > WHOLE;
-    find("scale").hidden = !large;
-    find("scale").textContent = `${rows.length} by ${sample.truth.length} is too large to read. Shown: the rows `
-      + "around the chosen object, and the columns that overlap them most.";
+    find("scale").hidden = Math.max(rows.length, sample.truth.length) <= WHOLE;
+    find("scale").textContent = `${rows.length} by ${sample.truth.length} is too large to read. Shown: the candidates of `
+      + "the chosen object.";
     const compared = rows.length > 0 && sample.truth.length > 0;
     find("rule").textContent = compared ? `Outlined: the pairs, matched by shape only. Hatched: below the gate of `
       + `${gate}. Only the best ${top_k} of a row are candidates; other cells are empty. `
       + `${countOf(rejections, "overlapping pair")} ${rejections === 1 ? "is" : "are"} below the gate.`
       : "Nothing to compare: there is no valid prediction, or no true object.";
-    draw(large ? part(0, null) : { rows: rows.map((_, r) => r), columns: sample.truth.map((_, j) => j) });
+    if (find("scale").hidden) draw({ rows: [...rows.keys()], columns: [...sample.truth.keys()] });
+    else host.replaceChildren();
   }
 
-  // Shows the part around another object, if the table is large.
+  // Shows the row of another object, if the table is large: its own, or that of the best prediction for a true object.
   function follow(owner) {
-    if (find("scale").hidden) return;
-    const column = owner <= -2 ? -2 - owner : null;
-    if (column !== null && column >= sample.truth.length) return; // an object that several answers agree on has no column
-    const row = column === null ? sample.match.rows.indexOf(owner) : best(column);
-    if (row < 0) return;
-    draw(part(row, column));
-    const pair = host.querySelector(`td.chosen[data-row="${owner}"]`) ?? host.querySelector(`td[data-row="${owner}"]`);
-    if (pair) host.scrollTo(pair.offsetLeft - host.clientWidth / 2, pair.offsetTop - host.clientHeight / 2);
-  }
-
-  function best(column) {
-    let row = 0;
-    sample.match.iou.forEach((values, r) => {
-      if ((values[column] ?? -1) > (sample.match.iou[row][column] ?? -1)) row = r;
-    });
-    return row;
-  }
-
-  function part(row, column) {
-    const { iou } = sample.match;
-    const first = Math.max(0, Math.min(row - ROWS / 2, iou.length - ROWS));
-    const rows = Array.from({ length: Math.min(ROWS, iou.length) }, (_, k) => first + k);
-    const most = sample.truth.map((_, j) => Math.max(-1, ...rows.map((r) => iou[r][j] ?? -1)));
-    if (column !== null) most[column] = 2;
-    const order = most.map((_, j) => j).sort((a, b) => most[b] - most[a]);
-    return { rows, columns: order.slice(0, COLUMNS).sort((a, b) => a - b) };
+    const { rows, iou } = sample.match;
+    const column = -2 - owner;
+    const hasRow = owner >= 0 || (column >= 0 && column < sample.truth.length); // an object that is agreed on has none
+    if (find("scale").hidden || !rows.length || !hasRow) return;
+    const overlap = (row) => iou[row][column] ?? -1;
+    const row = owner >= 0 ? rows.indexOf(owner) : [...rows.keys()].reduce((a, b) => (overlap(b) > overlap(a) ? b : a));
+    if (row >= 0) draw({ rows: [row], columns: [...sample.truth.keys()].filter((j) => iou[row][j] !== null) });
   }
 
   function draw({ rows, columns }) {
