@@ -42,8 +42,8 @@ from bare import draw_images
 from rich.progress import Progress
 from scipy.stats import theilslopes
 from server import DEMO, ROOT, ServedLearner, serve, write_config
+from tests.integration.leavings import find_segments
 
-from coordexp.child_processes import find_segments
 from coordexp.rollout.backend import Decode, ImageRef, Request
 
 IMAGES, TOKENS = 32, 24
