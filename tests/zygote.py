@@ -67,8 +67,9 @@ IMPORTED_FOR_ENGINES = (
     "torch._dynamo.backends.inductor", "torch._dynamo.backends.cudagraphs", "torch._inductor.compile_fx",
     "torch.distributed.tensor.experimental", "torch.export._trace", "sympy.combinatorics",
     "coordexp.rollout.repeat_guard", "coordexp.rollout.update",
-    "coordexp.servers.app", "coordexp.servers.client", "coordexp.servers.worker",
+    "coordexp.servers.app", "coordexp.servers.client",
 )  # fmt: skip
+# Without coordexp.servers.worker: a worker that imports it ends with its engine from then on.
 ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's
 _lock = threading.Lock()
 _start_really = _posixsubprocess.fork_exec
