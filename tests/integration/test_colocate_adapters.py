@@ -150,7 +150,7 @@ def test_an_adapter_with_an_infinite_value_is_not_used(colocation):
     broken = iter([(name, torch.full_like(weight, float("inf")))])
     problem = f"{name} has NaN or Inf values, and was not loaded\n.*lower training"
     with pytest.raises(UserError, match=problem):
-        colocation.backend._updates.load_adapter((config, broken), 1)
+        colocation.backend._updates.load_adapter(lambda: (config, broken), 1)
     with colocation.backend.session():
         colocation.sync()
         answers = ids(colocation.backend.generate(colocation.requests(TOKENS)))
@@ -207,7 +207,7 @@ def broken_weights(colocation: Colocation) -> Iterator[tuple[str, Tensor]]:
 def load_unchecked(colocation: Colocation, weights: Weights, version: int) -> None:
     """Load weights without the canary, which would refuse some of them."""
     colocation.backend._updates.load(weights, version)
-    colocation.backend._sent = version
+    colocation.backend.version = version
 
 
 def test_two_hundred_answers_after_weights_with_nan_are_those_of_the_good_weights_that_followed(

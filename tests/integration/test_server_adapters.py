@@ -138,7 +138,7 @@ def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_wi
         requests = [Request(ImageRef(image, 64, 64), Decode.greedy(40)) for image in images]
         rollouts = backend.generate(requests)
         assert {rollout.version for rollout in rollouts} == {version}
-        assert find_differences(backend.reference.generate(requests), rollouts, "float32") == []
+        assert find_differences(backend.canary.reference.generate(requests), rollouts, "float32") == []
         return events[-2]["sync_mode"]
 
     assert sync(1) == "adapter" and reported(client) == (backend.asker.name_version(1), "original")
