@@ -188,10 +188,8 @@ def test_predictions_that_were_killed_or_interrupted_are_resumed(scenes, number,
     assert not (scenes / f"{name}.json").exists()
     before = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS)
     assert before.exit_code == 1 and "add --resume" in before.output
-    for option, value in (("dedup", "0.6"), ("stop-bias", "9"), ("samples", "3"), ("seed", "1")):
-        other = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, f"--{option}", value, "--resume")
-        assert other.exit_code == 1
-        assert f"made with another {option.replace('-', '_')}" in other.output
+    other = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--seed", "1", "--resume")
+    assert other.exit_code == 1 and "made with another seed" in other.output
     fewer = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume", "--limit", "1")
     assert fewer.exit_code == 1 and "--limit asks for 1" in fewer.output
     resumed = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume")

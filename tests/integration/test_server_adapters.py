@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLForConditionalGeneration
 
 from coordexp.answers.table import VocabularyTable
-from coordexp.config.rollout import RolloutMatching
 from coordexp.config.settings import Adapter
-from coordexp.rollout.backend import Decode, ImageRef, Request, find_differences
-from coordexp.rollout.hugging_face import HuggingFaceBackend
-from coordexp.rollout.prompt import PromptBuilder, read_image_size
-from coordexp.rollout.start import EngineSetup
-from coordexp.servers.backend import ServerBackend
 from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from tests.integration.servers import (
-    GUARD,
     Fleet,
     PlainClient,
     assert_ok,
@@ -123,61 +116,3 @@ def test_an_adapter_that_fails_leaves_the_answers_as_they_were(client, adapting)
     wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
     assert reported(client) == ("3", "original")
     assert answers(client, images) == expected(model, images)
-
-
-@pytest.mark.scenario("R07.S4", on="engine")
-def test_a_server_that_got_whole_weights_refuses_adapters_and_the_run_goes_on_with_whole_weights(client, adapting):
-    images = adapting.images()[:8]
-    model = adapted(7)
-    messages: list[str] = []
-    events: list[dict[str, Any]] = []
-    backend = _learner(adapting, lambda: model, messages, events)
-
-    def sync(version: int) -> str:
-        backend.sync(lambda: learner_weights(model), version)
-        requests = [Request(ImageRef(image, 64, 64), Decode.greedy(40)) for image in images]
-        rollouts = backend.generate(requests)
-        assert {rollout.version for rollout in rollouts} == {version}
-        assert find_differences(backend.reference.generate(requests), rollouts, "float32") == []
-        return events[-2]["sync_mode"]
-
-    assert sync(1) == "adapter" and reported(client) == (backend.asker.name_version(1), "original")
-    backend.close()
-    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
-    with client.learner("somebody") as group:
-        assert_ok(client.join(group=group))
-        client.update(model_weights(0.3), "babbling", group)
-    assert reported(client) == ("babbling", "changed")
-    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
-    backend = _learner(adapting, lambda: model, messages, events)
-    for version, seed in ((2, 8), (3, 9)):
-        model = adapted(seed)
-        assert sync(version) == "full" and reported(client) == (backend.asker.name_version(version), "changed")
-    backend.close()
-    (warning,) = [message for message in messages if message.startswith("warning")]
-    assert "base_changed" in warning and events[-2]["fallbacks"] == [warning]
-
-
-def _learner(fleet: Fleet, model: Any, messages: list[str], events: list[dict[str, Any]]) -> ServerBackend:
-    table = VocabularyTable.from_folder(MODEL)
-    prompts = PromptBuilder(AutoProcessor.from_pretrained(MODEL), "Detect all objects.")
-    sync = {"mode": "adapter", "canary_every": 1, "timeout_s": 30.0}
-    servers = {"servers": fleet.servers, "timeout_s": 30.0}
-    vllm = {"mode": "server", "enable_lora": True, "server": servers, "sync": sync}
-    settings = RolloutMatching(vllm=vllm, decode_batch_size=4, repeat_terminate=GUARD)
-    return ServerBackend(
-        EngineSetup(
-            MODEL,
-            "float32",
-            settings,
-            table,
-            torch.device("cpu"),
-            image_size=read_image_size(prompts.processor),
-        ),
-        prompts,
-        HuggingFaceBackend(model, prompts, table, 4),
-        [ImageRef(fleet.images()[0], 64, 64)],
-        messages.append,
-        events.append,
-        adapter=lambda: learner_adapter(model()),
-    )
