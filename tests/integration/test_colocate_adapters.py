@@ -16,7 +16,7 @@ from torch import Tensor
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.errors import UserError
+from coordexp.errors import EngineError, UserError
 from coordexp.rollout import colocate, update
 from coordexp.train.learner import learner_adapter, with_adapter
 from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
@@ -155,8 +155,10 @@ def test_an_adapter_with_an_infinite_value_is_not_used(colocation):
     assert answers == ids(colocation.learner.generate(colocation.requests(TOKENS)))
 
 
-@pytest.mark.scenario("R07.S4", on="engine")
-def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(colocation, monkeypatch):
+@pytest.mark.scenario("R07.C23", "R07.S4", "R07.S8", on="engine")
+def test_an_engine_that_refuses_an_adapter_stops_the_run_or_is_given_whole_weights_for_good(
+    colocation, monkeypatch
+):
     """The engine has vLLM's LoRA wrappers and the adapter of an earlier learner, which must not stay."""
     sent = Updates(monkeypatch)
     requests = colocation.requests(TOKENS)
@@ -166,6 +168,13 @@ def test_an_engine_that_refuses_an_adapter_is_given_whole_weights_for_good(coloc
         colocation.sync()
         adapted = ids(colocation.backend.generate(requests))
     assert len(sent.adapters) == 1 and sent.whole == 0
+    strict = colocation.backend.sync_mode.sync.model_copy(update={"fallback_to_full": False})
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="fallback_to_full: true"):
+        patch.setattr(colocation.backend.sync_mode, "sync", strict)
+        learn(colocation, TOO_LARGE)
+        with colocation.backend.session():
+            colocation.sync()
+    assert sent.whole == 0 and colocation.recorded == []
     for number, adapter in enumerate((TOO_LARGE, LORA, LORA), start=1):
         optimizer = learn(colocation, adapter)
         for step in range(number):
