@@ -271,6 +271,7 @@ def test_images_of_calls_that_are_cancelled_again_and_again_have_no_more_threads
         mends.set()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_process_ends_while_an_image_of_it_waits_for_storage(tmp_path):
     code = f"""if True:
