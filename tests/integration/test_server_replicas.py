@@ -102,6 +102,11 @@ def check_every_replica(client: PlainClient, weights: list[Any], images: list[st
     assert answers == answer_with_transformers(weights, images)
 
 
+@pytest.mark.full
+def test_every_replica_answers_when_all_processes_start_anew(client, replicated):
+    check_every_replica(client, model_weights(), replicated.images()[:12])
+
+
 @pytest.mark.scenario("R07.C21", on="engine")
 def test_a_run_that_trains_only_an_adapter_sends_only_the_adapter(client, replicated):
     """The server's answers are compared with the learner's after every sync. No test before has sent it whole
