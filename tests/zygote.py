@@ -203,7 +203,11 @@ def _lives(process: psutil.Process) -> bool:
 
 def _listen(address: bytes = b"") -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)  # none of them is in the file system; without one, Linux chooses it
+    try:
+        listener.bind(address)  # none of them is in the file system; without one, Linux chooses it
+    except OSError:
+        listener.close()
+        raise
     listener.listen(64)
     return listener
 
