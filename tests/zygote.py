@@ -58,6 +58,7 @@ IMPORTED = (
     "accelerate.utils.fsdp_utils", "torch.distributed.run", "torch.utils.tensorboard",
     "transformers.models.qwen3_vl",
 )  # fmt: skip
+# Without `coordexp.servers.worker`: a worker ties itself to its engine when it imports this module.
 IMPORTED_FOR_ENGINES = (
     "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn",
@@ -68,7 +69,7 @@ IMPORTED_FOR_ENGINES = (
     "torch._dynamo.backends.inductor", "torch._dynamo.backends.cudagraphs", "torch._inductor.compile_fx",
     "torch.distributed.tensor.experimental", "torch.export._trace", "sympy.combinatorics",
     "coordexp.rollout.repeat_guard", "coordexp.rollout.update",
-    "coordexp.servers.app", "coordexp.servers.client", "coordexp.servers.worker",
+    "coordexp.servers.app", "coordexp.servers.client",
 )  # fmt: skip
 ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's
 _lock = threading.Lock()
