@@ -18,7 +18,7 @@ from tests.integration.stage2_runs import DRAWN, config, finish, replayed_steps,
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
-STEPS = 10
+STEPS = 6
 RUN = DRAWN | {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}
 
 
