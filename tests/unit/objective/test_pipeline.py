@@ -271,7 +271,7 @@ def test_without_bbox_geo_no_coordinate_is_decoded(monkeypatch):
     def fail(*_):
         raise AssertionError("decoded")
 
-    monkeypatch.setitem(modules.MODULES, "bbox_geo", modules.ModuleKind(fail, modules.MODULES["bbox_geo"].terms))
+    monkeypatch.setattr(modules, "BBOX_GEO", replace(modules.BBOX_GEO, run=fail))
     for declared in (
         (),
         (on_both_channels(BBOX_GEO) | {"weight": 0.0},),

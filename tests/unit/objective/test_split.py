@@ -8,9 +8,8 @@ import torch
 from torch.autograd import gradcheck
 
 from coordexp.data import BINS
-from coordexp.objective.modules import MODULES
 from coordexp.objective.split import Split, SplitRequest, SplittingHead, _Split, log_odds, split_vocabulary
-from tests.unit.objective.streams import FIRST, MIXED, SIZE, random_logits, splitter
+from tests.unit.objective.streams import FIRST, MIXED, MODULES, SIZE, random_logits, splitter
 
 COORDS = slice(FIRST, FIRST + BINS)
 IDS = MIXED.ids

@@ -13,8 +13,8 @@ from coordexp.answers.segment import Role
 from coordexp.config.sections import BBoxGeoConfig, CoordRegConfig, DuplicateULConfig, TokenCEConfig
 from coordexp.data import BINS
 from coordexp.objective.collate import Supervision
-from coordexp.objective.modules import MODULES, nearest_bin, soft_target, wasserstein
-from tests.unit.objective.streams import FIRST, MIXED, random_logits, splitter, supervision
+from coordexp.objective.modules import nearest_bin, soft_target, wasserstein
+from tests.unit.objective.streams import FIRST, MIXED, MODULES, random_logits, splitter, supervision
 
 COORD = ~torch.isnan(MIXED.coord_targets)
 CONFIGS = {
