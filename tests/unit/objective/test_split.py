@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from coordexp.data import BINS
-from coordexp.objective.split import Split, SplitRequest, SplittingHead, _Split, log_odds, split_vocabulary
+from coordexp.objective.split import Split, SplitRequest, SplittingHead, log_odds, split_vocabulary
 from tests.unit.objective.streams import FIRST, MIXED, MODULES, SIZE, random_logits, splitter
 
 COORDS = slice(FIRST, FIRST + BINS)
@@ -55,7 +55,8 @@ def test_finite_differences_agree_with_every_output(temperature):
     def outputs(narrow: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return all differences between the three outputs. Losses depend on nothing else."""
         wide = torch.cat((narrow[:, :8], logits[:, 8:-6], narrow[:, 8:]), dim=1)
-        coord, target, log_text, _ = _Split.apply(wide, ids, COORDS, temperature)
+        split = split_vocabulary(wide, ids, FIRST, temperature)
+        coord, target, log_text = split.coord, split.target, split.log_text
         return coord - log_text[:, None], target - log_text, coord - target[:, None]
 
     assert gradcheck(outputs, (narrow,))
