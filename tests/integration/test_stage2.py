@@ -375,7 +375,7 @@ def test_a_killed_rank_ends_the_run_within_a_minute_and_leaves_nothing(killed):
 def test_a_killed_run_that_goes_on_from_its_checkpoint_does_what_the_uninterrupted_one_does(parts, twenty, killed):
     """They are equal bit for bit, with segments that wait at the checkpoint on both ranks."""
     for rank in range(2):
-        assert len(load_file(parts / f"killed/checkpoint-10/carry_{rank}.safetensors")["lengths"]) > 0
+        assert "0.ids" in load_file(parts / f"killed/checkpoint-10/carry_{rank}.safetensors")
     assert "checkpoint-10" in finish(training(parts / "killed.yaml", "--resume"), processes=2)
     same_run(twenty, parts / "killed", last=20)
 

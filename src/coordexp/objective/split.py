@@ -133,9 +133,9 @@ class Split:
 class SplittingHead:
     """The vocabulary projection of a model, which returns the columns of a `Split` while one is requested.
 
-    The logits are computed in chunks of positions, split, dropped, and computed again in the backward pass; their
-    sums are kept. If they fit in one chunk, they are kept and not computed twice. All of this is inside the forward
-    pass of the model, so DDP, FSDP and autocast treat the projection as they do without it."""
+    The logits are computed in chunks of positions, split, dropped, and computed again in the backward pass. Their
+    sums are kept. If they fit in one chunk, they are kept and not computed twice. All of this is inside the
+    forward pass of the model, so DDP, FSDP and autocast treat the projection as they do without it."""
 
     def __init__(self, model: Any) -> None:
         self._head = model.get_output_embeddings()
@@ -177,8 +177,8 @@ def _cut(request: SplitRequest, positions: slice) -> SplitRequest:
 
 
 class Sums(NamedTuple):
-    """The results of all passes over the vocabulary: for each position, the log mass of the text tokens, the largest
-    logit and the number of broken logits, and whether none is broken anywhere."""
+    """The results of all passes over the vocabulary: for each position, the log mass of the text tokens, the
+    largest logit and the number of broken logits, and whether none is broken anywhere."""
 
     log_text: Tensor
     largest: Tensor
@@ -193,8 +193,8 @@ def split_vocabulary(
     temperature: float = 1.0,
     sums: dict[float, Sums] | None = None,
 ) -> VocabularySplit:
-    """Split `logits`, which are [positions, vocabulary]. `ids` are the tokens that follow each position. `sums` has
-    their sums by temperature, or gets them."""
+    """Split `logits`, which are [positions, vocabulary]. `ids` are the tokens that follow each position. `sums`
+    has their sums by temperature, or gets them."""
     size = logits.shape[1]
     coords = slice(size, size) if first_coord is None else slice(first_coord, first_coord + BINS)
     sums = {} if sums is None else sums

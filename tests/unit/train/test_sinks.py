@@ -214,7 +214,7 @@ def test_tensorboard_gets_images_and_a_table(images, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # wandb leaves sockets open
-def test_wandb_gets_a_table_of_images_with_boxes(images, wandb, tmp_path, monkeypatch):
+def test_wandb_gets_images_and_a_table(images, wandb, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     begin(Wandb(tmp_path, None, {})).show(images)
     wandb.finish()
@@ -225,9 +225,6 @@ def test_wandb_gets_a_table_of_images_with_boxes(images, wandb, tmp_path, monkey
     assert first[1:5] == ["Detect.", f"cat, {ODD}", "cat, dog", ODD]
     pictures = sorted(table.parents[2].glob("images/eval/*.png"))
     assert [Image.open(file).size for file in pictures] == [(256, 256)] * 2
-    boxes = [json.loads(file.read_text())["box_data"] for file in table.parents[2].rglob("*.boxes2D.json")]
-    captions = sorted([item["box_caption"] for item in group] for group in boxes)
-    assert captions == [["cat", ODD], ["cat", "dog"]]  # both images have the same ones
 
 
 def test_true_matched_and_extra_objects_have_different_colours(images):
