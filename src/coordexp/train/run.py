@@ -99,8 +99,7 @@ def prepare(loaded: Loaded, checkpoint: Path | None = None) -> PreparedRun:
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
     train = _open_records(*settings.custom.train_sets.values())
-    val_names = settings.custom.data_sets.get("custom.val_jsonl")
-    held_out = HeldOut(_open_records(val_names) if val_names else None, _open_questions(settings))
+    held_out = HeldOut.open(settings.custom)
     arguments = training_arguments(settings, len(train))
     together(partial(_check_data, settings, arguments, train, held_out))
     name = gather_texts(checkpoint.name if checkpoint else "")[0]
@@ -125,19 +124,19 @@ class HeldOut:
     records: Records | None
     questions: dict[str, QuestionSet]
 
+    @classmethod
+    def open(cls, custom: Custom) -> "HeldOut":
+        sets, questions = custom.data_sets, dict[str, QuestionSet]()
+        for k, (name, data) in enumerate(zip(custom.eval_names, custom.eval_data, strict=True)):
+            questions[name] = QuestionSet(_open_records(sets[f"custom.eval_data[{k}].path"]), data.max_new_tokens)
+        val = sets.get("custom.val_jsonl")
+        return cls(_open_records(val) if val else None, questions)
+
     @property
     def files(self) -> dict[str, Records]:
         """All held-out data, by names for `run.json`."""
         files = {} if self.records is None else {"val": self.records}
         return files | {f"eval_data.{name}": data.records for name, data in self.questions.items()}
-
-
-def _open_questions(settings: Settings) -> dict[str, QuestionSet]:
-    custom = settings.custom
-    return {
-        name: QuestionSet(_open_records(custom.data_sets[f"custom.eval_data[{k}].path"]), data.max_new_tokens)
-        for k, (name, data) in enumerate(zip(custom.eval_names, custom.eval_data, strict=True))
-    }
 
 
 def _open_records(*sets: Sequence[str]) -> Records:
@@ -513,15 +512,10 @@ def _begin_folder(parts: Assembly, loaded: Loaded, step: int) -> None:
     remove_from_step(parts.folder / FOLDER, step)
 
 
-def _describe_prompts(custom: Custom) -> dict[str, Any]:
-    """Return the prompts of data sets that have their own, by the number of the set."""
-    names = {"prompt", "class_prompt", "expression_prompt"}
-    own = {str(k): data.model_dump(include=names, exclude_none=True) for k, data in enumerate(custom.train_data)}
-    return {number: texts for number, texts in own.items() if texts}
-
-
 def _identity(settings: Settings, records: Records) -> dict[str, Any]:
     """Return what must be the same after a resume, besides order and sizes."""
+    names = {"prompt", "class_prompt", "expression_prompt"}  # a data set may have its own
+    prompts = [data.model_dump(include=names, exclude_none=True) for data in settings.custom.train_data]
     identity = {
         "data": fingerprint(records)["sha256"],
         "prompt": settings.custom.prompt,
@@ -532,7 +526,7 @@ def _identity(settings: Settings, records: Records) -> dict[str, Any]:
         "model.min_pixels": settings.model.min_pixels,
         "requests": settings.custom.model_dump(mode="json", include=REQUESTS),
         "model.freeze": sorted(settings.model.freeze),
-        "prompts": _describe_prompts(settings.custom),
+        "prompts": {str(k): texts for k, texts in enumerate(prompts) if texts},
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
