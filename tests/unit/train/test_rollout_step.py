@@ -18,7 +18,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.objective.carry import CarryBuffer
 from coordexp.rollout.backend import Decode, request_seed
-from coordexp.train import run
+from coordexp.train import data, run
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.train.metrics import RATES, SUMS, StepMetrics
 from coordexp.train.step import OptimizerStep
@@ -320,7 +320,7 @@ def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_un
     tmp_path, monkeypatch, capsys, truth, resolution, said
 ):
     """See D16."""
-    monkeypatch.setattr(run, "MEASURED", 10)
+    monkeypatch.setattr(data, "MEASURED", 10)
     changes = {"rollout_backend": "hf", "maskiou_resolution": resolution}
     handed_over(tmp_path, monkeypatch, truth, **{f"rollout_matching__{name}": v for name, v in changes.items()})
     assert capsys.readouterr().err.count("19 bins") == said
