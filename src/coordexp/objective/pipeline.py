@@ -74,17 +74,16 @@ class Objective:
     """The weighted sum of losses that a config declares, with its diagnostics."""
 
     def __init__(self, settings: Settings, first_coord: int | None) -> None:
-        pipeline = settings.pipeline
-        if pipeline is None:
-            raise ValueError(f"{settings.pipeline_path}: missing; an objective needs a declared pipeline")
-        declared = (*pipeline.objective, *pipeline.diagnostics)
+        assert settings.pipeline is not None, "the rules of settings require a declared pipeline"
+        declared = (*settings.pipeline.objective, *settings.pipeline.diagnostics)
         self.first_coord = first_coord
         self.idle = {module.name: why for module in declared if (why := idle_reason(module, settings))}
-        self.modules = tuple(
-            _activate(module, settings) for module in declared if not idle_reason(module, settings)
-        )
+        self.modules = tuple(_activate(module, settings) for module in declared if module.name not in self.idle)
         self.terms = tuple(term for active in self.modules for term in _terms(active))
-        self._masked = _channels_without_desc(self.modules)
+        # The channels on which no module uses the tokens of `desc`.
+        self._masked = frozenset[Channel]().union(
+            *(active.channels for active in self.modules if active.module.config.masks_desc)
+        )
 
     def roles(self) -> dict[Channel, frozenset[Role]]:
         """Return, by channel, the roles that any module uses there. Logits are needed at their tokens and nowhere
@@ -177,11 +176,6 @@ def _terms(active: ActiveModule) -> list[Term]:
         part_of = None if spec.part_of is None else f"{module.name}/{spec.part_of}"
         terms.append(Term(f"{module.name}/{name}", weight, active.channels, spec.kinds, part_of))
     return terms
-
-
-def _channels_without_desc(modules: Sequence[ActiveModule]) -> frozenset[Channel]:
-    """Return the channels on which `desc` is masked: no module uses its tokens there."""
-    return frozenset().union(*(active.channels for active in modules if active.module.config.masks_desc))
 
 
 def _is_on_channel(channels: frozenset[Channel], s: Supervision) -> Tensor:

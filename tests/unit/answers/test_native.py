@@ -167,13 +167,6 @@ def test_an_object_that_is_cut_off_comes_last_with_its_reason(rest, reason):
     assert [item.reason for item in objects[1:]] == ([] if reason is None else [reason])
 
 
-def test_unknown_and_negative_ids_end_the_answer():
-    ids = encode(f"[{CUP}, {DOG}]", QWEN.table)
-    for wrong in (len(QWEN.table.pieces) + 5, -1):
-        (item,) = QWEN.read([*ids[:-1], wrong, *ids[-1:]]).objects[:1]
-        assert item.desc == "cup"
-
-
 def test_the_digits_of_an_object_are_its_coordinate_tokens():
     ids = encode(PUBLISHED, QWEN.table)
     objects = QWEN.read(ids).objects
@@ -187,17 +180,6 @@ def test_the_tokens_of_an_object_begin_where_it_is_decided_that_there_is_another
     text = [QWEN.table.bytes_of([id]).decode() for id in ids]
     assert (text[first[0]], text[second[0]]) == ("[\n", '"},\n')
     assert (first[-1] + 1, second[-1] + 1) == (second[0], len(ids))
-
-
-def test_labels_keep_quotes_accents_and_special_texts():
-    desc = 'a "café" \\ <|im_end|> <|coord_5|> \n猫'
-    segment = QWEN.write((), [TrueObject(desc, box(1, 2, 30, 40))])
-    (item,) = QWEN.read(segment.ids.tolist()).objects
-    assert item.desc == desc
-    assert QWEN.table.end_of_turn not in segment.ids[:-1]
-    assert not any(QWEN.table.is_coord(id) for id in segment.ids.tolist())
-    content = QWEN.table.bytes_of(segment.ids[:-1].tolist()).decode()
-    assert json.loads(content.removeprefix("```json").removesuffix("```"))[0]["label"] == desc
 
 
 def test_a_tokenizer_without_coordinate_tokens_writes_and_reads_native_answers_only():

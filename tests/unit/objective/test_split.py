@@ -111,13 +111,6 @@ def test_every_consumer_sees_the_same_gate_values(value):
     )
 
 
-def test_bfloat16_logits_are_read_in_float32():
-    logits = random_logits(dtype=torch.bfloat16)
-    rough, exact = (split_vocabulary(values, IDS, FIRST) for values in (logits, logits.float()))
-    assert torch.equal(rough.cross_entropy(), exact.cross_entropy())
-    assert rough.coord.dtype == torch.float32
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_logits_in_several_chunks_give_the_result_of_one_chunk(monkeypatch, temperature):
     results = []

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -485,16 +484,6 @@ def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     stepping.collect_examples()
     assert [[request.seed for request in call] for call in step.backend.calls] == [
         [request_seed(17, number, micro, rank, k) for micro in range(3) for k in range(4)] for number in range(2)
-    ]
-
-
-@pytest.mark.scenario("R39.C1", on="fake")
-def test_micro_steps_are_numbered_in_the_order_of_the_data(tmp_path):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    accumulating(step, micro_steps=3, samples=1).collect_examples()
-    (call,) = step.backend.calls
-    assert [(Path(request.image.path).name, request.seed) for request in call] == [
-        (image, request_seed(17, 0, micro, 0, 0)) for micro, image in enumerate([*TRUTH][:3])
     ]
 
 
