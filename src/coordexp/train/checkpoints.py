@@ -6,6 +6,7 @@ manifest is written last, when everything else is on the disk. This module impor
 verify` starts quickly.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -23,7 +24,7 @@ from typing import Any
 
 from coordexp.errors import DataError, UserError, describe_exception
 from coordexp.extensions import find_extensions, load_extension
-from coordexp.files import free_space, sync, sync_folder, write_json
+from coordexp.files import FULL, free_space, sync, sync_folder, write_json
 from coordexp.logs import say
 from coordexp.tasks import Task, remind
 
@@ -179,6 +180,8 @@ def saving(checkpoint: Path) -> Iterator[None]:
         )
         then = f"--resume then continues from {older.name}" if older else "there is no earlier checkpoint"
         fix = f"free space on that disk ({free_space(checkpoint.parent)}), or make it writable"
+        if not _is_refusal(error):
+            fix = "look for another program that changes this folder, and at the log of its file system"
         raise SaveError(f"{checkpoint} cannot be saved: {reason}", f"{fix}; {then}") from error
 
 
@@ -295,6 +298,13 @@ def _disk_problem(error: Exception, checkpoint: Path) -> str | None:
     if isinstance(error, RuntimeError) and "torch.serialization" in frames:  # its errors have no errno
         return f"torch could not write a file to its end ({text})"
     return None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return False if an error has a number, and not one of a disk that is full or may not be written."""
+    number = re.search(r"\(os error (\d+)\)", str(error))  # of Rust code, which has no errno
+    code = int(number[1]) if number else getattr(error, "errno", None)
+    return code is None or code in (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def _worth(checkpoint: Path) -> tuple[bool, int]:
