@@ -147,8 +147,8 @@ def _find_stages(settings: Settings, records: Records) -> list[StageRecords]:
 
 def describe_identity(settings: Settings, records: Records) -> dict[str, Any]:
     """Return what must be the same after a resume, besides order and sizes."""
-    names = {"prompt", "class_prompt", "expression_prompt"}  # a data set may have its own
-    prompts = [data.model_dump(include=names, exclude_none=True) for data in settings.custom.train_data]
+    texts = {"prompt", "class_prompt", "expression_prompt"}  # a data set may have its own
+    prompts = [data.model_dump(include=texts, exclude_none=True) for data in settings.custom.train_data]
     identity = {
         "data": fingerprint(records)["sha256"],
         "prompt": settings.custom.prompt,
@@ -159,7 +159,7 @@ def describe_identity(settings: Settings, records: Records) -> dict[str, Any]:
         "model.min_pixels": settings.model.min_pixels,
         "requests": settings.custom.model_dump(mode="json", include=REQUESTS),
         "model.freeze": sorted(settings.model.freeze),
-        "prompts": {str(k): texts for k, texts in enumerate(prompts) if texts},
+        "prompts": {str(k): own for k, own in enumerate(prompts) if own},
     }
     if "B" in settings.channels:
         rollout = settings.rollout_matching.model_dump(mode="json")
