@@ -71,7 +71,6 @@ IMPORTED_FOR_ENGINES = (
     "coordexp.rollout.repeat_guard", "coordexp.rollout.update",
     "coordexp.servers.app", "coordexp.servers.client",
 )  # fmt: skip
-# Without coordexp.servers.worker: a worker that imports it ends with its engine from then on.
 ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's
 _lock = threading.Lock()
 _zygotes: list[subprocess.Popen[bytes]] = []

@@ -377,7 +377,7 @@ def test_a_killed_run_that_goes_on_from_its_checkpoint_does_what_the_uninterrupt
 ):
     """They are equal bit for bit, with segments that wait at the checkpoint on both ranks."""
     for rank in range(2):
-        assert len(load_file(parts / f"killed/checkpoint-6/carry_{rank}.safetensors")["lengths"]) > 0
+        assert "0.ids" in load_file(parts / f"killed/checkpoint-6/carry_{rank}.safetensors")
     assert "checkpoint-6" in finish(training(parts / "killed.yaml", "--resume"), processes=2)
     same_run(sampled, parts / "killed", last=12)
 
