@@ -196,24 +196,19 @@ def find_held_out_files(logged: Run, given: Path | None) -> list[Path]:
 
 
 def _find_held_out_file(logged: Run, expected: DataFile, given: Path | None) -> Path:
-    name = Path(expected.file)
-    root = logged.start_folder
-    candidates = [given] if given else [name, *([root / name] if root else [])]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
-        raise DataError(
-            f"{candidates[0]}: no such file",
-            f"{logged.name} was evaluated on it (a relative path starts where the run was started); say where it "
-            "is now with --data FILE, or leave out the comparison with --at none",
-        )
+    path = given or Path(expected.file)
+    if not path.is_file() and logged.start_folder and not given:
+        path = logged.start_folder / expected.file
+    where = "say where the file of the run is with --data FILE, or leave out the comparison with --at none"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file, but {logged.name} was evaluated on it", where)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected.sha256:
         raise DataError(
             f"{path}: its hash is {digest[:12]}, but {logged.name} was evaluated on {expected.sha256[:12]} "
             f"({expected.records} records)",
-            "the file has changed, or is another one; give the file of the run with --data FILE, or leave out the "
-            "comparison with --at none",
+            f"the file has changed, or is another one; {where}",
         )
     return path
 
@@ -239,24 +234,20 @@ def _read_predictions(run: Run, step: int, truth: "Truth") -> "Predictions":
         raise DataError(f"{path}: {error.problem}", error.fix) from error
 
 
-def _value_at(run: Run, metric: str, step: int) -> float | None:
+def _value_at(run: Run, metric: str, step: int) -> float:
+    """Return nan if the run did not log it at this step."""
     series = run.series(metric)
-    values = series.values[series.steps == step]
-    return float(values[0]) if len(values) else None
+    return next(iter(series.values[series.steps == step].tolist()), math.nan)
 
 
 def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> tuple[float, float] | None:
     """Return the means over seeds, or None if a run did not log it."""
-    means = []
-    for group in (base, other):
-        logged = [
-            _value_at(run, "eval_ap", step) for run, step in zip(group.runs, steps[group.letter], strict=True)
-        ]
-        values = [value for value in logged if value is not None]
-        if len(values) < len(group.runs):
-            return None
-        means.append(sum(values) / len(values))
-    return means[0], means[1]
+    means = [
+        sum(_value_at(run, "eval_ap", at) for run, at in zip(group.runs, steps[group.letter], strict=True))
+        / len(group.runs)
+        for group in (base, other)
+    ]
+    return None if math.isnan(sum(means)) else (means[0], means[1])
 
 
 def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
@@ -277,7 +268,7 @@ def _note_deviations(
         for run, step, run_counts in zip(group.runs, steps[group.letter], counts[group.letter], strict=True):
             logged = _value_at(run, "eval_f1_50", step)
             above, below = run_counts["f1_50"].sum(axis=0)
-            if logged is not None and below and abs(above / below - logged) > TOLERANCE:
+            if below and abs(above / below - logged) > TOLERANCE:
                 notes.append(
                     f"{run.name} logged F1 {logged:.4f} at step {step}, but its predictions give "
                     f"{above / below:.4f} now: another version evaluated them, or they were changed."
@@ -319,9 +310,7 @@ def bootstrap_differences(
 
 
 def resample_sums(columns: Floats, resamples: int, seed: int) -> Floats:
-    """Return [resamples, columns]: sums over as many rows as there are, drawn with replacement. Many denominators
-    are equal columns, which are summed only once."""
-    columns, inverse = np.unique(columns, axis=1, return_inverse=True)
+    """Return [resamples, columns]: sums over as many rows as there are, drawn with replacement."""
     rows, rng = len(columns), np.random.default_rng(seed)
     batch = max(1, CELLS // rows)
     parts = []
@@ -330,8 +319,7 @@ def resample_sums(columns: Floats, resamples: int, seed: int) -> Floats:
         drawn = rng.integers(0, rows, (count, rows)) + np.arange(count)[:, None] * rows
         times = np.bincount(drawn.ravel(), minlength=count * rows).reshape(count, rows)
         parts.append(times.astype(float) @ columns)
-    sums: Floats = np.concatenate(parts)[:, inverse]
-    return sums
+    return np.concatenate(parts)
 
 
 def _to_rates(sums: Floats, runs: int, names: int) -> Floats:

@@ -19,8 +19,6 @@ from coordexp.pages.comparison import ComparisonResult, GroupComparison, RateDif
 from coordexp.pages.curves import (
     BETWEEN,
     PHASES,
-    SMOOTH_FROM,
-    Curve,
     Series,
     StepRanges,
     build_curve,
@@ -30,14 +28,12 @@ from coordexp.pages.curves import (
 )
 from coordexp.pages.document import render_page
 from coordexp.pages.report_notes import make_notes, make_tiles
-from coordexp.pages.report_servers import ServerSummary, describe_steps, read_servers
+from coordexp.pages.report_servers import ServerSummary, read_servers
 from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
-MAX_TITLE = 90  # letters
 MAX_STEPS = 12  # with dumped examples, linked for each run
 MAX_SETTINGS = 6  # in which groups differ, listed with each group; the table of settings has all of them
 INTERVAL_WIDTH, INTERVAL_MARGIN = 300, 8  # of the drawing of an interval
-Curves = list[tuple[str, Curve]]  # with the letter of the group
 
 
 @dataclass(frozen=True)
@@ -102,33 +98,33 @@ ANSWERS = (
 class RunExamples:
     """The dumped examples of a run. `steps` count as the log does: the file of the weights after 99 updates is
     that of step 100. `page` is the address of the inspector's page relative to the report; None if there is
-    none."""
+    none, and `command` makes it."""
 
-    name: str
     folder: Path
-    letter: str
     steps: tuple[int, ...]
     page: str | None
+
+    @property
+    def command(self) -> str:
+        return f"coordexp inspect {shlex.quote(str(self.folder))}"
+
+    @property
+    def linked_steps(self) -> tuple[int, ...]:
+        return self.steps[:: 1 + len(self.steps) // MAX_STEPS]
 
 
 def find_examples(groups: Sequence[RunGroup], report: Path) -> list[RunExamples]:
     """Return the runs that have dumped examples or an inspector's page. `report` is the file to link from."""
     examples = []
-    for group in groups:
-        for run in group.runs:
-            folder = run.folder
-            steps = tuple(step + 1 for step in step_files(folder / FOLDER))
-            page = folder / INSPECTOR
-            if steps or page.is_file():
-                relative = Path(os.path.relpath(page.resolve(), report.resolve().parent)).as_posix()
-                address = quote(relative) if page.is_file() else None
-                examples.append(RunExamples(run.name, folder, group.letter, steps, address))
+    for folder in (run.folder for group in groups for run in group.runs):
+        steps = tuple(step + 1 for step in step_files(folder / FOLDER))
+        page = folder / INSPECTOR
+        if page.is_file():
+            relative = Path(os.path.relpath(page.resolve(), report.resolve().parent))
+            examples.append(RunExamples(folder, steps, quote(relative.as_posix())))
+        elif steps:
+            examples.append(RunExamples(folder, steps, None))
     return examples
-
-
-def inspect_command(runs: Sequence[RunExamples]) -> str:
-    """Return the shell command that makes the inspector's page of a run."""
-    return f"coordexp inspect {shlex.quote(str(runs[0].folder)) if len(runs) == 1 else 'RUN'}"
 
 
 def render_report(
@@ -136,35 +132,28 @@ def render_report(
 ) -> str:
     """`result` is the comparison, or the reason why there is none."""
     runs = [run for group in groups for run in group.runs]
-    ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs], len(groups))
-    sections = [
-        ("loss", "Loss", _draw(list_loss_plots(groups), groups, ranges)),
-        ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
-        ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
-    ]
+    ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs])
     differences = find_differences(groups) if len(groups) > 1 else {}
-    servers = {run.folder: found for run in runs if (found := read_servers(run.folder)) is not None}
+    servers = {run.folder: summary for run in runs if (summary := read_servers(run.folder)) is not None}
     described = [_describe_group(group, k, differences, servers) for k, group in enumerate(groups)]
-    missing = [run for run in examples if run.steps and not run.page]
-    name = _join_names([group.name for group in groups])
+    name = format_value(" and ".join(group.name for group in groups))
+    seeds = ", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
     return render_page(
         "report.html",
         title=f"Run report: {name}",
         name=name,
         runs=len(runs),
         groups=described,
-        seeds=", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
-        if len(runs) > len(groups)
-        else "",
+        seeds=seeds if len(runs) > len(groups) else "",
         ranges=ranges,
-        smooth_from=SMOOTH_FROM,
-        pages=_link_examples(examples),
-        missing=missing,
-        command=inspect_command(missing) if missing else "",
-        folders=shlex.join(str(run.folder) for run in missing),
+        examples=examples,
         comparison=_lay_out_comparison(result) if isinstance(result, ComparisonResult) else None,
         reason=result if isinstance(result, str) and len(groups) > 1 else "",
-        sections=sections,
+        sections=[
+            ("loss", "Loss", _draw(list_loss_plots(groups), groups, ranges)),
+            ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
+            ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
+        ],
         phases=_list_phases(described),
         servers=[
             (group.letter, run, servers[run.folder])
@@ -172,7 +161,6 @@ def render_report(
             for run in group.runs
             if run.folder in servers
         ],
-        describe_steps=describe_steps,
         differences={path: [format_value(value) for value in row] for path, row in differences.items()},
     )
 
@@ -205,7 +193,7 @@ def _describe_group(
     return {
         "letter": group.letter,
         "name": group.name,
-        "mark": charts.mark_path(group.letter, 17, 6, 3.4),
+        "mark": charts.MARKS[group.letter],
         "words": f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}",
         "settings": [(path, format_value(row[number])) for path, row in list(differences.items())[:MAX_SETTINGS]],
         "more": max(0, len(differences) - MAX_SETTINGS),
@@ -232,34 +220,13 @@ def _list_phases(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {name: meaning for name, meaning in (PHASES | {"between": BETWEEN}).items() if name in used}
 
 
-def _link_examples(examples: Sequence[RunExamples]) -> list[tuple[str, str, Sequence[int]]]:
-    """Return the address, the name and some dumped steps of each run that has an inspector's page. A run whose
-    name is not its own is named by its folder."""
-    linked = [run for run in examples if run.page]
-    names = [run.name for run in linked]
-    return [
-        (
-            run.page,
-            run.name if names.count(run.name) == 1 else str(run.folder),
-            run.steps[:: 1 + len(run.steps) // MAX_STEPS],
-        )
-        for run in linked
-        if run.page
-    ]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    title = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return title if len(title) <= MAX_TITLE else f"{names[0]} and {len(names) - 1} others"
-
-
 def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges) -> dict[str, Any]:
     """Return the figures of the plots that have values, each with the last values of its lines, and the titles of
     the plots that are 0 throughout: such a chart says no more than a word."""
     figures, zero = [], []
     for plot in plots:
         curves = [(group.letter, build_curve([plot.read(run) for run in group.runs], ranges)) for group in groups]
-        known: Curves = [(letter, curve) for letter, curve in curves if curve is not None]
+        known = [(letter, curve) for letter, curve in curves if curve is not None]
         if known and all(curve.is_zero for _, curve in known):
             zero.append(plot.title)
         elif known:

@@ -5,6 +5,7 @@ their own. A version of the weights is the number of updates before it, so the s
 server was out in a step if it did not get the weights of that step, or if a call to it was lost.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,17 @@ class ServerSummary:
     failures: Counter[str]
     steps: list[int]
 
+    def describe_out(self, server: int, last: int) -> str:
+        """Return the steps in which a server was out, as stretches without a gap, or "" if there are none. Steps
+        between which no weights were sent make no gap. `last` is the last step of the run: the evaluation behind
+        it sends weights too."""
+        runs = itertools.groupby(self.steps, key=self.servers[server].out.__contains__)
+        stretches = [[min(step, last) for step in steps] for is_out, steps in runs if is_out]
+        words = [f"{s[0]} to {s[-1]}" if s[0] < s[-1] else f"{s[0]}" for s in stretches[:MAX_STRETCHES]]
+        if len(stretches) > MAX_STRETCHES:
+            words.append(f"and {len(stretches) - MAX_STRETCHES} more times")
+        return f"step{'s' if sum(map(len, stretches)) > 1 else ''} {', '.join(words)}" if words else ""
+
 
 def read_servers(folder: Path) -> ServerSummary | None:
     """Return the summary over all ranks of the learner, or None if the run used no servers. Raise DataError if a
@@ -83,9 +95,7 @@ def read_servers(folder: Path) -> ServerSummary | None:
     rounds = [validate(ROLLOUT, event, where) for where, event in lines if event.get("event") == "rollouts"]
     servers: dict[int, ServerTotals] = {}
     failures: Counter[str] = Counter()
-    synced: defaultdict[int, set[int]] = defaultdict(
-        set
-    )  # the weights of a step may be sent again, to other servers
+    synced: defaultdict[int, set[int]] = defaultdict(set)  # by step; weights may be sent again
     for sync in syncs:
         for k, server in enumerate(sync.servers):
             totals = servers.setdefault(k, ServerTotals(server.base_url))
@@ -95,8 +105,8 @@ def read_servers(folder: Path) -> ServerSummary | None:
         if sync.version is not None:
             synced[sync.version + 1].update(sync.synced)
     for sync in syncs:
-        for k in range(len(sync.servers)):
-            if sync.version is not None and k not in synced[sync.version + 1]:
+        if sync.version is not None:
+            for k in set(range(len(sync.servers))) - synced[sync.version + 1]:
                 servers[k].out.add(sync.version + 1)
     for event in rounds:
         for call in event.calls:
@@ -110,26 +120,10 @@ def read_servers(folder: Path) -> ServerSummary | None:
 
 
 def note_servers_out(summary: ServerSummary, last: int) -> list[str]:
-    """Report the servers that were out in some steps. `last` is the last step of the run: the evaluation behind it
-    sends weights too."""
-    out = {k: describe_steps(server.out, summary, last) for k, server in summary.servers.items() if server.out}
+    """Report the servers that were out in some steps. `last` is the last step of the run."""
+    out = {k: summary.describe_out(k, last) for k, server in summary.servers.items() if server.out}
     if len(out) <= MAX_SERVERS:
         return [f"server {k} was out in {steps}" for k, steps in out.items()]
     longest = max(out, key=lambda k: len(summary.servers[k].out))
     count = f"{len(out)} of {len(summary.servers)} servers were out in some steps"
     return [f"{count}; server {longest} in most: {out[longest]}"]
-
-
-def describe_steps(steps: set[int], summary: ServerSummary, last: int) -> str:
-    """Return the steps as stretches without a gap: steps between which no weights were sent have none."""
-    stretches: list[list[int]] = [[]]
-    for step in summary.steps:
-        if step in steps:
-            stretches[-1].append(min(step, last))
-        elif stretches[-1]:
-            stretches.append([])
-    stretches = [stretch for stretch in stretches if stretch]
-    words = [f"{s[0]} to {s[-1]}" if s[0] < s[-1] else f"{s[0]}" for s in stretches[:MAX_STRETCHES]]
-    if len(stretches) > MAX_STRETCHES:
-        words.append(f"and {len(stretches) - MAX_STRETCHES} more times")
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(words)}"

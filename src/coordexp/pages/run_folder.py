@@ -35,8 +35,6 @@ HIDDEN = "(not shown)"
 MAX_LETTERS = 90  # of a value in a table
 
 T = TypeVar("T")
-
-
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -57,9 +55,6 @@ class DataFile(RunFileModel):
     @property
     def paths(self) -> list[Path]:
         return [Path(data.file) for data in self.files or [self]]
-
-    def __str__(self) -> str:
-        return f"{self.file}, {self.records} records, sha256 {self.sha256}"
 
 
 class ObjectiveTerm(RunFileModel):
@@ -127,7 +122,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step that was logged; 0 if none was."""
-        return max((int(series.steps[-1]) for series in self.log.values() if len(series)), default=0)
+        return max((series.last_step for series in self.log.values()), default=0)
 
     @property
     def start_folder(self) -> Path | None:
@@ -177,13 +172,9 @@ def validate(adapter: TypeAdapter[T], value: Any, where: str) -> T:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
         place = place.removesuffix(".[key]").removeprefix(".")
-        expected = first["msg"].replace("Input", "it").removeprefix("Value error, ")
-        problem = f"is {reprlib.repr(first['input'])}: {expected}"
-        if first["type"] == "missing":
-            problem = "is missing"
-        elif first["type"] in ("model_type", "dict_type"):
-            problem = f"is {reprlib.repr(first['input'])}, not an object"
-        raise DataError(f"{where}: {place} {problem}", NOT_WRITTEN_BY_A_RUN) from error
+        expected = "an object is needed here" if first["type"] == "model_type" else first["msg"]
+        problem = f"{where}: {place} is {reprlib.repr(first['input'])}: {expected}"
+        raise DataError(problem, NOT_WRITTEN_BY_A_RUN) from error
 
 
 def _read_file(path: Path, parse: Callable[[str], Any], kind: type) -> Any:
@@ -232,17 +223,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[RunGroup, ...]:
     """Return the groups in the order of their first runs. Raise DataError if a run is given twice, if two have the
     same settings and seed (a copy says nothing about other seeds), or if there are too many groups."""
     members: dict[str, dict[str, Run]] = {}
-    folders = set()
     for run in runs:
-        if run.folder.resolve() in folders:
-            raise DataError(f"{run.folder}: given twice", "a run counts once; leave one out")
-        folders.add(run.folder.resolve())
         identity, seeds = _identify(run)
         group = members.setdefault(identity, {})
         if other := group.get(seeds):
             raise DataError(
                 f"{run.folder} and {other.folder}: the same settings, data and seed ({run.training.get('seed')})",
-                "they count as one run; leave one out, or give runs with other seeds",
+                "a run counts once; leave one out, or give runs with other seeds",
             )
         group[seeds] = run
     if len(members) > len(LETTERS):

@@ -111,23 +111,12 @@ const head = (() => {
   let failures = 0;
 
   async function ask() {
-    try {
-      const since = encodeURIComponent(data.index.stamp ?? "");
-      const answer = await fetch(`changed?since=${since}`, { cache: "no-store" });
-      if (!answer.ok) throw new Error(answer.statusText);
-      const { changed, step } = await answer.json();
-      failures = 0;
-      if (changed) return announce(`New answers, up to step ${step}: show`, false);
-    } catch {
-      failures += 1;
-      if (failures === MAX_FAILURES) return announce("The server has stopped: this page is not updated any more", true);
-    }
-    return setTimeout(ask, PAUSE);
-  }
-
-  function announce(words, isOver) {
-    button.textContent = words;
-    button.disabled = isOver;
+    const answer = await fetch("stamp", { cache: "no-store" }).catch(() => null);
+    const isNew = answer?.ok && (await answer.text()) !== data.index.stamp;
+    failures = answer?.ok ? 0 : failures + 1;
+    if (!isNew && failures < MAX_FAILURES) return setTimeout(ask, PAUSE);
+    button.textContent = isNew ? "New answers: show" : "The server has stopped: this page is not updated any more";
+    button.disabled = !isNew;
     button.hidden = false;
   }
 
