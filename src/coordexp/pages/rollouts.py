@@ -69,19 +69,18 @@ def choose_examples(run: Path, most: int) -> tuple[list[DumpedExample], int]:
     first = list(_read_examples(regular[0], followed=False))
     records = {example.record for example in first}
     share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last have priority
-    repeated = [
-        example for file in _spread(followed, max(1, share)) for example in _read_examples(file, followed=True)
-    ]
-    repeated = _spread(repeated, share)
-    room = max(1, (most - len(repeated)) // max(1, len(first)))
-    files = _spread(regular, room)
-    read = [example for file in files for example in _read_examples(file, followed=False)]
-    others = [
-        replace(example, followed=example.record in records) for example in _spread(read, most - len(repeated))
-    ]
+    repeated = _spread(_read_files(_spread(followed, max(1, share)), followed=True), share)
+    room = most - len(repeated)
+    files = _spread(regular, max(1, room // max(1, len(first))))
+    read = _read_files(files, followed=False)
+    others = [replace(example, followed=example.record in records) for example in _spread(read, room)]
     total = (len(read) if len(files) == len(regular) else len(regular) * len(first)) + len(followed)
     chosen = sorted([*others, *repeated], key=attrgetter("time"))
     return chosen, max(total, len(chosen))
+
+
+def _read_files(files: Iterable[Path], *, followed: bool) -> list[DumpedExample]:
+    return [example for file in files for example in _read_examples(file, followed=followed)]
 
 
 def _spread(items: list[T], most: int) -> list[T]:
@@ -143,41 +142,25 @@ def make_inspector_page(
     entries, samples = _read_samples(dumped, table, _find_image_folder(run), desc_is_masked=desc_is_masked)
     images = _add_images(entries, dumped, run.start_folder)
     index = {
-        "run": run.name,
-        "total": total,
         "stamp": stamp,
         "target": target,
         "pieces": collect_pieces(samples, table),
         "coord0": table.first_coord,
         "samples": entries,
     }
-    html = render_inspector(index, samples, images, live=stamp is not None, report=report)
-    return InspectorPage(html, len(entries), total, tuple(entry["remark"] for entry in entries if entry["remark"]))
-
-
-def render_inspector(
-    index: dict[str, Any],
-    samples: Iterable[dict[str, Any]],
-    images: Mapping[str, str],
-    *,
-    live: bool = False,
-    report: str | None = None,
-) -> str:
-    """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
-    data: dict[str, Any] = {"index": {**index, "live": live}}
-    data |= {f"sample-{k}": sample for k, sample in enumerate(samples)}
-    held, total = len(index["samples"]), max(len(index["samples"]), index["total"])
-    return render_page(
+    held = len(entries)
+    html = render_page(
         "rollouts.html",
-        title=f"Rollouts of {index['run']}",
+        title=f"Rollouts of {run.name}",
         styles=("page.css", "rollouts.css"),
         scripts=SCRIPTS,
-        data=data | dict(images),
-        live=live,
-        run=index["run"],
+        data={"index": index, **{f"sample-{k}": sample for k, sample in enumerate(samples)}, **images},
+        live=stamp is not None,
+        run=run.name,
         scope=f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}",
         report=report,
     )
+    return InspectorPage(html, held, total, tuple(entry["remark"] for entry in entries if entry["remark"]))
 
 
 def find_soft_target(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -263,11 +246,11 @@ def _add_images(
     for entry, example in zip(entries, dumped, strict=True):
         path = example.content["picture"]["path"]
         if path not in known:
+            id = f"picture-{len(known)}"
+            known[path] = {"picture": id, "remark": None}
             try:
-                file = Path(path)
-                file = root / file if root is not None and not file.is_file() else file
-                images[f"picture-{len(known)}"] = _load_thumbnail(str(file), file.stat().st_mtime_ns)
-                known[path] = {"picture": f"picture-{len(known)}", "remark": None}
+                file = root / path if root is not None and not Path(path).is_file() else Path(path)
+                images[id] = _load_thumbnail(str(file), file.stat().st_mtime_ns)
             except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
                 known[path] = {"picture": None, "remark": f"{explain_missing_image(error)}; {path}"}
         entry |= known[path]

@@ -83,7 +83,11 @@ NAN = math.nan
         ([[(1, 2.0), (2, 2.0)], [(1, 4.0)]], None, {"mean": [3.0, 2.0]}),
         # A value that is not a number leaves a gap, and is marked also if its range has numbers.
         ([[(1, 1.0), (2, NAN), (3, 2.0)]], None, {"mean": [1.0, NAN, 2.0], "broken": [False, True, False]}),
-        ([[(1, 1.0), (2, NAN), (3, 3.0), (4, 5.0)]], StepRanges(1, 4, 2), {"mean": [1.0, 4.0], "broken": [True, False]}),
+        (
+            [[(1, 1.0), (2, NAN), (3, 3.0), (4, 5.0)]],
+            StepRanges(1, 4, 2),
+            {"mean": [1.0, 4.0], "broken": [True, False]},
+        ),
     ],
 )
 def test_a_curve_has_the_mean_the_bands_and_the_broken_values_of_its_runs(runs, ranges, expected):

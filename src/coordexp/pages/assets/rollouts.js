@@ -20,7 +20,7 @@ const head = (() => {
     find("tally").replaceChildren(...tally(entry).map(([words, style]) => element("span", style, words)));
     find("notes").replaceChildren(...sample.notes.map((note) => element("p", "note", note)));
     const counts = {};
-    for (const { kind } of data.shapes(sample)) counts[kind] = (counts[kind] ?? 0) + 1;
+    for (const { state } of data.shapes(sample)) counts[state] = (counts[state] ?? 0) + 1;
     for (const label of find("kinds").children) {
       const count = counts[label.dataset.of] ?? 0;
       label.lastChild.textContent = count;
@@ -92,11 +92,8 @@ const head = (() => {
   // The answers that were not chosen, behind a summary.
   function others({ count, others: texts }) {
     const title = `The ${countOf(texts.length, "answer")} of ${count} that ${texts.length === 1 ? "was" : "were"} not chosen`;
-    const rows = texts.flatMap(([number, text]) => [
-      element("h4", "", `Answer ${number}`),
-      element("pre", "", element("bdi", "", text)),
-    ]);
-    return element("details", "", element("summary", "", title), ...rows, { id: "others" });
+    const rows = texts.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
+    return element("details", "", element("summary", "", title), list("", rows), { id: "others" });
   }
 
   return { start, show };
@@ -106,7 +103,7 @@ const head = (() => {
 (() => {
   const PAUSE = 3000; // milliseconds
   const MAX_FAILURES = 5; // in a row
-  if (!data.index.live) return;
+  if (data.index.stamp === null) return;
   const button = find("news");
   let failures = 0;
 
@@ -139,10 +136,10 @@ const inspector = (() => {
     missed: ["most missed", (entry) => entry.missed],
     loss: ["highest loss", (entry) => entry.loss ?? -Infinity],
   };
+  const REGIONS = { t: "strip", o: "objects", m: "matrix", s: "steps" }; // by the key that goes to them
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
   let sample = null;
-  let byOwner = new Map();
   let pointed = null;
   let chosen = null;
 
@@ -162,56 +159,35 @@ const inspector = (() => {
   }
 
   function show(k) {
-    const region = ["strip", "objects", "matrix", "steps"].find((id) => find(id).contains(document.activeElement));
+    const region = Object.values(REGIONS).find((id) => find(id).contains(document.activeElement));
     shown = k;
     find("sample").hidden = k === undefined;
     find("nothing").hidden = k !== undefined;
-    where();
+    const at = list.indexOf(k);
+    find("where").textContent = `${at + 1} of ${list.length}`;
+    find("back").disabled = at <= 0;
+    find("on").disabled = at >= list.length - 1;
     if (k === undefined) return;
     sample = data.sample(k);
-    byOwner = data.tokensByOwner(sample);
     pointed = null;
     chosen = null;
     head.show(index.samples[k], sample);
     imageView.large(index.samples[k], sample);
-    objects.show(sample);
-    matrix.show(sample);
-    strip.show(sample);
+    for (const part of [objects, matrix, strip]) part.show(sample);
     steps.show(k);
     detail.clear();
-    if (sample.tokens.ids.length) choose(tokenTarget(worst()));
+    const token = worst();
+    if (sample.tokens.ids.length) choose({ owners: [sample.tokens.owner[token]], token });
     history.replaceState(null, "", `#${encodeURIComponent(index.samples[k].id)}`);
-    if (region) ({ strip, objects, matrix, steps })[region].focus();
+    if (region) focusIn(find(region));
   }
 
-  function where() {
-    const at = list.indexOf(shown);
-    find("where").textContent = `${at + 1} of ${list.length}`;
-    find("back").disabled = at <= 0;
-    find("on").disabled = at >= list.length - 1;
-  }
-
-  const tokenTarget = (i) => ({ owners: [sample.tokens.owner[i]], token: i });
-
-  // The distance from the target in bins: of the written bin, or of the expected bin if the coordinate was added.
-  function error(i) {
-    const { ids, roles, target } = sample.tokens;
-    if (target[i] === null) return -1;
-    if (roles[i] === 2) return Math.abs(ids[i] - index.coord0 - target[i]);
-    const runs = sample.trained?.bins[i];
-    return runs ? Math.abs(distribution.expected(distribution.expand(runs).p) - target[i]) : 0;
-  }
-
-  // The coordinate with the largest error.
+  // The coordinate that was written furthest from its target.
   function worst() {
-    const { ids } = sample.tokens;
-    let worstIndex = Math.max(0, ids.findIndex((id) => data.isCoord(id)));
-    let most = error(worstIndex);
-    ids.forEach((_, i) => {
-      const now = error(i);
-      if (now > most) [worstIndex, most] = [i, now];
-    });
-    return worstIndex;
+    const { ids, roles, target } = sample.tokens;
+    const error = (i) => (roles[i] === WRITTEN_COORD ? Math.abs(ids[i] - index.coord0 - target[i]) : -1);
+    const first = Math.max(0, ids.findIndex(data.isCoord));
+    return ids.reduce((most, _, i) => (error(i) > error(most) ? i : most), first);
   }
 
   function point(target) {
@@ -220,31 +196,34 @@ const inspector = (() => {
   }
 
   // An object is shown by its first coordinate. If it has no token in the strip, the chosen token stays.
-  function tokenOf(target) {
-    const tokens = byOwner.get(target.owners[0]);
-    return target.token ?? tokens?.coords[0] ?? tokens?.tokens[0] ?? chosen?.token ?? null;
+  function tokenOf({ owners: [owner], token }) {
+    if (token !== null || owner === undefined) return token ?? chosen?.token ?? null;
+    const copies = [false, true].flatMap((isCut) => data.coordsOf(sample, owner, isCut));
+    const first = copies[0] ?? sample.tokens.owner.indexOf(owner);
+    return first < 0 ? (chosen?.token ?? null) : first;
   }
 
-  // A choice that was made in the matrix does not scroll the matrix.
   function choose(target) {
     pointed = null; // the choice counts, wherever the mouse rests
     chosen = { ...target, token: tokenOf(target) };
-    if (chosen.token !== null && target.token !== strip.active()) strip.reveal(chosen.token);
-    if (!target.from) matrix.follow(target.owners[0]);
-    if (!find("objects").contains(document.activeElement)) objects.reveal(target.owners[0]);
+    if (chosen.token !== null) strip.reveal(chosen.token);
+    for (const host of [find("objects"), find("matrix")]) {
+      const part = host.querySelector(`[data-owner="${target.owners[0]}"]`);
+      if (part) bringIntoView(host, part);
+    }
     light();
   }
 
   function light() {
     const now = pointed ?? chosen ?? { owners: [], token: null };
-    const owners = new Set(now.owners.filter((owner) => owner !== -1));
+    const owners = now.owners.filter((owner) => owner !== -1);
     for (const node of document.querySelectorAll(".lit")) node.classList.remove("lit");
     for (const owner of owners) {
       for (const node of document.querySelectorAll(`[data-owner="${owner}"]`)) node.classList.add("lit");
     }
-    find("stage").classList.toggle("dim", owners.size > 0);
+    find("stage").classList.toggle("dim", owners.length > 0);
     const token = tokenOf(now);
-    if (token !== null) detail.show(sample, token, byOwner);
+    if (token !== null) detail.show(sample, token);
   }
 
   const step = (by) => {
@@ -252,48 +231,30 @@ const inspector = (() => {
     if (next !== undefined) show(next);
   };
 
-  // The sample that the address names: #99.0.12 is a sample, #step=100 the first one at or after that step.
-  function fromAddress() {
-    let hash = location.hash.slice(1);
-    try {
-      hash = decodeURIComponent(hash);
-    } catch {
-      return -1;
-    }
-    if (!hash.startsWith("step=")) return index.samples.findIndex((entry) => entry.id === hash);
-    const from = Number(hash.slice(5));
-    const later = index.samples.map((entry, k) => [entry.step, k]).filter(([at]) => at >= from);
-    return later.length ? later.reduce((a, b) => (b[0] < a[0] ? b : a))[1] : -1;
-  }
-
+  // Goes to the sample that the address names: #99.0.12 is a sample, #step=100 the first one at or after that step.
   function follow() {
-    const k = fromAddress();
-    const address = location.hash.slice(1);
-    const there = k >= 0 && (!address.startsWith("step=") || index.samples[k].step === Number(address.slice(5)));
-    find("astray").hidden = there || !address;
-    find("astray").textContent = `${clip(address, 40)} is not on this page, which holds ${find("scope").textContent}`
-      + ` (see coordexp inspect --samples). This is ${k >= 0 ? "the next sample" : "another sample"}.`;
+    const address = new URLSearchParams(`id=${location.hash.slice(1)}`.replace(/^id=step=/, "step="));
+    const [id, from] = [address.get("id"), Number(address.get("step"))];
+    const later = index.samples.map((entry) => entry.step).filter((at) => at >= from).sort((a, b) => a - b)[0];
+    const k = index.samples.findIndex((entry) => (id === null ? entry.step === later : entry.id === id));
+    find("astray").hidden = id === "" || (k >= 0 && (id !== null || later === from));
+    find("astray").textContent = `${clip(id ?? `step=${from}`, 40)} is not on this page, which holds `
+      + `${find("scope").textContent} (see coordexp inspect --samples). This is ${k >= 0 ? "the next" : "another"} sample.`;
     if (k >= 0) go(k);
     else show(shown ?? list[0]);
   }
 
   function onKey(event) {
     if (event.target.closest("input, select, dialog") || event.altKey || event.ctrlKey || event.metaKey) return;
-    const action = {
-      j: () => step(1),
-      n: () => step(1),
-      k: () => step(-1),
-      p: () => step(-1),
-      t: strip.focus,
-      o: objects.focus,
-      m: matrix.focus,
-      s: steps.focus,
-      "?": openKeys,
-      Escape: clearHighlight,
-    }[event.key];
-    if (!action || (shown === undefined && event.key !== "?")) return;
+    const { key } = event;
+    if (key === "?") openKeys();
+    else if (shown === undefined) return;
+    else if (key === "j" || key === "n") step(1);
+    else if (key === "k" || key === "p") step(-1);
+    else if (key in REGIONS) focusIn(find(REGIONS[key]));
+    else if (key === "Escape") clearHighlight();
+    else return;
     event.preventDefault();
-    action();
   }
 
   function clearHighlight() {
@@ -302,36 +263,26 @@ const inspector = (() => {
   }
 
   function start() {
-    const count = (fits) => index.samples.filter(fits).length;
     for (const [value, [name, fits]] of Object.entries(FILTERS)) {
-      find("filter").append(new Option(`${name} (${count(fits)})`, value));
+      find("filter").append(new Option(`${name} (${index.samples.filter(fits).length})`, value));
     }
     for (const [value, [name]] of Object.entries(ORDERS)) find("order").append(new Option(name, value));
-    listen();
-    head.start();
-    arrange();
-    follow();
-    performance.mark("ready");
-  }
-
-  function listen() {
-    const restart = () => {
-      arrange();
-      show(list[0]);
-    };
-    find("filter").addEventListener("change", restart);
-    find("order").addEventListener("change", restart);
+    for (const id of ["filter", "order"]) {
+      find(id).addEventListener("change", () => {
+        arrange();
+        show(list[0]);
+      });
+    }
     find("back").addEventListener("click", () => step(-1));
     find("on").addEventListener("click", () => step(1));
     find("help").addEventListener("click", openKeys);
     document.addEventListener("keydown", onKey);
     window.addEventListener("hashchange", follow);
-    const target = (event) => {
-      const node = event.target.closest("[data-owner]");
-      return node && { owners: [Number(node.dataset.owner)], token: null };
-    };
-    connect(find("stage"), { at: () => null, target });
-    find("stage").addEventListener("click", (event) => target(event) && choose(target(event)));
+    connect(find("stage"), "[tabindex]", "svg");
+    head.start();
+    arrange();
+    follow();
+    performance.mark("ready");
   }
 
   return { start, go, point, choose };
