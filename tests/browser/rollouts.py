@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from PIL import Image
-
 from coordexp.data import Geometry, TrueObject
 from coordexp.pages.rollouts import make_inspector_page
 from coordexp.pages.run_folder import read_run
