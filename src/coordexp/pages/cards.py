@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coordexp.data import AnyRecord, Record
+from coordexp.data import Record
 from coordexp.data.geometry import box_ring
 from coordexp.data.images import open_image_file, to_rgb
 
@@ -48,14 +48,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """An image as a data URL, None if it cannot be shown, and shapes. A small image is shown larger than it is,
-    with sharp pixels."""
+    """An image as a data URL, None if it cannot be shown, and shapes, of which the first `most_names` have their
+    names. A small image is shown larger than it is, with sharp pixels."""
 
     width: int
     height: int
     url: str | None
-    shapes: Sequence[Shape] = ()
-    named: Sequence[Shape] = ()
+    shapes: Sequence[Shape]
+    most_names: int = MAX_NAMES
+
+    @property
+    def named(self) -> list[Shape]:
+        return [shape for shape in self.shapes[: self.most_names] if shape.name]
 
     @property
     def max_width(self) -> int:
@@ -123,12 +127,11 @@ def describe_answer(answer: "ImageAnswer") -> tuple[str, str] | None:
     if not answer.was_asked or not answer.has_text:
         return None
     reasons = Counter(item.reason for item in answer.objects if item.reason is not None)
-    ended = [f"{answer.tokens:,} tokens, ended by {answer.finish_reason}"]
-    if reasons:
-        ended.append(f"refused: {', '.join(f'{reason} {count}' for reason, count in reasons.items())}")
-    if answer.dropped:
-        ended.append(f"dropped as duplicates: {len(answer.dropped)}")
-    return "; ".join(ended), answer.text
+    refused = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+    ended = f"{answer.tokens:,} tokens, ended by {answer.finish_reason}"
+    ended += f"; refused: {refused}" if refused else ""
+    ended += f"; dropped as duplicates: {len(answer.dropped)}" if answer.dropped else ""
+    return ended, answer.text
 
 
 def ring_of(kind: str, coords: Sequence[float]) -> Sequence[float]:
@@ -160,8 +163,3 @@ def try_thumbnail(path: Path, side: int = SIDE) -> tuple[str | None, str]:
 
 def explain_missing_image(error: OSError | ValueError) -> str:
     return f"image not shown: {getattr(error, 'strerror', None) or error}"
-
-
-def draw(record: AnyRecord, url: str | None, shapes: Sequence[Shape], most_names: int = MAX_NAMES) -> Drawing:
-    named = [shape for shape in shapes[:most_names] if shape.name]
-    return Drawing(record.width, record.height, url, shapes, named)

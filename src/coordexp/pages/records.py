@@ -12,10 +12,10 @@ from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
 from coordexp.pages.cards import (
     Card,
+    Drawing,
     Shape,
     choose_hue,
     describe_request,
-    draw,
     make_thumbnail,
     number_classes,
     ring_of,
@@ -111,7 +111,9 @@ def _make_card(viewed: ViewedRecord, numbers: Mapping[str, int]) -> Card:
             "data-classes": " ".join(sorted({str(shape.data["data-class"]) for shape in shapes})),
             "data-problems": " ".join(codes),
         },
-        drawing=draw(record, viewed.image, shapes) if record is not None and record.image is not None else None,
+        drawing=Drawing(record.width, record.height, viewed.image, shapes)
+        if record is not None and record.image is not None
+        else None,
         facts=facts,
         problems=[(KINDS[problem.code].severity, problem.code, problem.detail) for problem in viewed.problems],
         objects=[(shape, shape.name, kind) for shape, kind in zip(shapes, kinds, strict=True)],

@@ -12,7 +12,6 @@ prediction.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -103,25 +102,19 @@ class DumpedAnswer:
 
 
 def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the entry of the index: counts, and the values that samples are filtered and ordered by."""
+    """Return the entry of the index: what samples are filtered and ordered by, and what other steps show."""
     answer = DumpedAnswer(dump)
-    place, result = dump["place"], answer.result
-    changes = Counter(answer.changes.values())
-    renamed = sum(answer.objects[k]["desc"] != answer.truth[j]["desc"] for k, (j, _) in answer.pairs.items())
     return {
-        "step": place["step"] + 1,
-        "record": place["record"],
+        "step": dump["place"]["step"] + 1,
+        "record": dump["place"]["record"],
         "true": len(answer.truth),
-        "matched": len(result["pairs"]),
-        "renamed": renamed,
-        "missed": len(result["missed"]),
-        "extra": len(result["extra"]),
+        "matched": len(answer.pairs),
+        "renamed": sum(answer.objects[k]["desc"] != answer.truth[j]["desc"] for k, (j, _) in answer.pairs.items()),
+        "missed": len(answer.result["missed"]),
+        "extra": len(answer.result["extra"]),
         "invalid": answer.unused,
-        "truncated": bool(dump["rollout"]["finish_reason"] == "length" or result["truncated"]),
-        "fallback": result["fallback"],
+        "truncated": bool(dump["rollout"]["finish_reason"] == "length" or answer.result["truncated"]),
         "loss": trained["loss"] if trained else None,
-        **{word: changes[word] for word in ("duplicate", "removed", "moved")},
-        "agreed": len(answer.agreed_numbers),
     }
 
 
@@ -133,11 +126,7 @@ def show_sample(
     result, settings, strip = answer.result, dump["settings"], Strip(answer, table)
     tokens = strip.tokens(desc_is_masked=desc_is_masked)
     taught = {owner for owner, target in zip(tokens["owner"], tokens["target"], strict=True) if target is not None}
-    objects = [
-        *_show_predicted(answer, taught),
-        *_show_truth(answer),
-        *_show_agreed(answer, table),
-    ]
+    objects = [*_show_predicted(answer, taught), *_show_truth(answer), *_show_agreed(answer, table)]
     return {
         "width": dump["picture"]["width"],
         "height": dump["picture"]["height"],
@@ -319,12 +308,12 @@ def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> Iterator[dict[
     numbers, streams = answer.agreed_numbers, answer.result["streams"]
     objects = parse_rollout(streams["ids"][answer.result["prompt_length"] :], table).objects if numbers else ()
     for n, number in enumerate(numbers):
-        desc, geometry = objects[number - 1].desc, objects[number - 1].geometry
-        shape = {"kind": geometry.kind, "bins": list(geometry.bins)} if geometry else {"kind": None, "bins": None}
+        added = objects[number - 1]
+        obj = {"desc": added.desc, "kind": None, "bins": None}
+        if added.geometry is not None:
+            obj |= {"kind": added.geometry.kind, "bins": list(added.geometry.bins)}
         owner, words = -2 - len(answer.truth) - n, f"several answers have it: added as object_{number}"
-        yield _show_object(
-            {"desc": desc, **shape}, owner, "Agreed", "agreed", f"agreed {n + 1}", words, f"→ {number}"
-        )
+        yield _show_object(obj, owner, "Agreed", "agreed", f"agreed {n + 1}", words, f"→ {number}")
 
 
 def _show_object(
@@ -367,13 +356,13 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
 
 
 def _describe_decoding(decode: Mapping[str, Any]) -> str:
-    words = {
-        "sampling": f"sampled at temperature {decode['temperature']:g}",
-        "beam": f"best of {decode['num_beams']} beams",
-    }.get(decode["mode"], str(decode["mode"]))
+    words = str(decode["mode"])
     if decode["mode"] == "sampling":
+        words = f"sampled at temperature {decode['temperature']:g}"
         words += f", top_p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
         words += f", top_k {decode['top_k']}" if decode["top_k"] > 0 else ""
+    elif decode["mode"] == "beam":
+        words = f"best of {decode['num_beams']} beams"
     return f"{words}, at most {decode['max_new_tokens']:,} tokens"
 
 
@@ -385,9 +374,8 @@ def _describe_choice(dump: Mapping[str, Any]) -> str:
     words = f"answer {choice['index'] + 1} of {len(choice['texts'])}, the one with the highest F1"
     if choice["agreed"] is None:
         return words
-    count, votes = len(choice["agreed"]), dump["settings"]["choice"]["votes"]
-    noun = "object without a label is" if count == 1 else "objects without a label are"
-    return f"{words}; {count:,} {noun} in at least {votes} answers"
+    votes = dump["settings"]["choice"]["votes"]
+    return f"{words}; objects without a label in at least {votes} answers: {len(choice['agreed']):,}"
 
 
 def _list_notes(answer: DumpedAnswer) -> list[str]:
@@ -400,10 +388,9 @@ def _list_notes(answer: DumpedAnswer) -> list[str]:
     elif any(obj["reason"] in (Reason.syntax, Reason.placeholder) for obj in answer.objects):
         cut = len(answer.dump["rollout"]["ids"]) - result["prefix_tokens"]
         notes.append(f"The answer cannot be read to its end: its last {cut:,} tokens are cut off.")
-    if invalid := answer.unused:
-        noun, verb, it = ("One object", "is", "it") if invalid == 1 else (f"{invalid:,} objects", "are", "them")
-        end = f", and the corrected answer leaves {it} out" if answer.rebuilt else ""  # otherwise they stay in it
-        notes.append(f"{noun} of the answer cannot be used and {verb} not matched{end}.")
+    if answer.unused:
+        end = ", and the corrected answer leaves them out" if answer.rebuilt else ""  # otherwise they stay in it
+        notes.append(f"Objects of the answer that cannot be used and are not matched{end}: {answer.unused:,}.")
     if unread := result.get("unread"):
         notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return notes
@@ -414,9 +401,5 @@ def _show_choice(choice: Mapping[str, Any] | None) -> dict[str, Any] | None:
     there was only one."""
     if choice is None:
         return None
-    texts = [
-        text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... (the dump has all {len(text):,} characters)"
-        for text in choice["texts"]
-    ]
-    others = [[k + 1, text] for k, text in enumerate(texts) if k != choice["index"]]
-    return {"count": len(texts), "others": others}
+    others = [[k + 1, text[:MAX_TEXT]] for k, text in enumerate(choice["texts"]) if k != choice["index"]]
+    return {"count": len(choice["texts"]), "others": others}

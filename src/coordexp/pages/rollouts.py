@@ -203,17 +203,12 @@ def make_visible(piece: bytes) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+@functools.lru_cache(maxsize=1)  # a served page is made again and again
 def _read_table(folder: Path) -> VocabularyTable:
-    file = folder / "tokenizer.json"
     try:
-        return _read_cached_table(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+        return VocabularyTable.from_folder(folder)
     except VocabularyError as error:  # its fix is meant for training
         raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
-
-
-@functools.lru_cache(maxsize=1)  # a served page is made again and again
-def _read_cached_table(folder: Path, modified: int) -> VocabularyTable:
-    return VocabularyTable.from_folder(folder)
 
 
 def _read_samples(

@@ -60,7 +60,6 @@ def test_an_answer_that_cannot_be_read_is_all_cut_off(dumped):
     sample = show_sample(dumped["garbage.png"], None, SMALL, desc_is_masked=False)
     assert "I see" in roles_text(sample, CUT)
     assert any("all of it is removed" in note for note in sample["notes"])
-    assert summarise_sample(dumped["garbage.png"], None)["fallback"]
 
 
 def test_lines_begin_at_entries_at_the_cut_and_at_what_was_appended(dumped):

@@ -17,14 +17,14 @@ const head = (() => {
 
   function show(entry, sample) {
     find("name").replaceChildren(`Step ${entry.step} `, element("small", "", element("bdi", "", entry.image)));
-    find("tally").replaceChildren(...tally(entry).map(([words, style]) => element("span", style, words)));
+    const counts = countBy(sample.objects.map(({ state }) => state));
+    const moved = sample.objects.filter(({ state, mark }) => mark && (state === "matched" || state === "extra")).length;
+    find("tally").replaceChildren(...tally(entry, { ...counts, moved }).map(([words, style]) => element("span", style, words)));
     find("notes").replaceChildren(...sample.notes.map((note) => element("p", "note", note)));
-    const counts = {};
-    for (const { state } of data.shapes(sample)) counts[state] = (counts[state] ?? 0) + 1;
     for (const label of find("kinds").children) {
-      const count = counts[label.dataset.of] ?? 0;
-      label.lastChild.textContent = count;
-      label.hidden = !count && !ALWAYS_LISTED.has(label.dataset.of);
+      const kind = label.dataset.of;
+      label.lastChild.textContent = counts[kind] ?? 0;
+      label.hidden = !counts[kind] && !ALWAYS_LISTED.has(kind);
     }
     const { roles } = sample.tokens;
     const [all, trained] = [roles.length, roles.filter(data.isTrained).length].map((n) => n.toLocaleString("en"));
@@ -35,24 +35,24 @@ const head = (() => {
     find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.choice));
   }
 
-  function tally(entry) {
-    const words = [[data.countFound(entry), "matched"]];
-    if (entry.missed) words.push([`${entry.missed} missed`, "missed"]);
-    if (entry.extra) words.push([`${entry.extra} extra`, "extra"]);
-    if (entry.duplicate) words.push([`${countOf(entry.duplicate, "duplicate")} removed`, "extra"]);
-    if (entry.removed) words.push([`${entry.removed} other extra removed`, "extra"]);
-    if (entry.agreed) words.push([`${entry.agreed} agreed`, "agreed"]);
-    if (entry.moved) words.push([`${entry.moved} moved`, "matched"]);
-    if (entry.invalid) words.push([`${entry.invalid} invalid`, "invalid"]);
-    if (entry.truncated) words.push(["truncated", "invalid"]);
-    if (entry.fallback) words.push(["unreadable: all true objects added", "invalid"]);
-    words.push([entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"]);
-    return words;
+  function tally(entry, { duplicate, removed, agreed, moved }) {
+    const words = [
+      [true, data.countFound(entry), "matched"],
+      [entry.missed, `${entry.missed} missed`, "missed"],
+      [entry.extra, `${entry.extra} extra`, "extra"],
+      [duplicate, `${countOf(duplicate ?? 0, "duplicate")} removed`, "extra"],
+      [removed, `${removed} other extra removed`, "extra"],
+      [agreed, `${agreed} agreed`, "agreed"],
+      [moved, `${moved} moved`, "matched"],
+      [entry.invalid, `${entry.invalid} invalid`, "invalid"],
+      [entry.truncated, "truncated", "invalid"],
+      [true, entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"],
+    ];
+    return words.filter(([applies]) => applies).map(([, ...part]) => part);
   }
 
   function legend(sample) {
-    const counts = {};
-    for (const role of sample.tokens.roles) counts[role] = (counts[role] ?? 0) + 1;
+    const counts = countBy(sample.tokens.roles);
     const marks = Object.keys(sample.unlikely).length;
     find("roles").replaceChildren(...Object.entries(data.roles(sample)).map(([role, [style, name, meaning]]) => {
       const shape = { coord: "512", added: "512", end: "end" }[style] ?? "abc";

@@ -6,6 +6,11 @@ const clip = (text, most) => {
   return letters.length > most || text.length > 2 * most ? `${letters.slice(0, most).join("")}\u2026` : text;
 };
 const countOf = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+function countBy(values) {
+  const counts = {};
+  for (const value of values) counts[value] = (counts[value] ?? 0) + 1;
+  return counts;
+}
 const percent = (share) => {
   if (share > 0.99 && share < 1) return `${(100 * Math.min(share, 0.9999)).toFixed(2)} %`;
   return share < 0.0995 ? `${(100 * share).toFixed(2)} %` : `${(100 * share).toFixed(1)} %`;
