@@ -27,12 +27,11 @@ from coordexp.pages.curves import (
     total_by_phase,
 )
 from coordexp.pages.document import render_page
-from coordexp.pages.report_notes import make_notes, make_tiles
+from coordexp.pages.report_notes import make_notes
 from coordexp.pages.report_servers import ServerSummary, read_servers
 from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
 MAX_STEPS = 12  # with dumped examples, linked for each run
-MAX_SETTINGS = 6  # in which groups differ, listed with each group; the table of settings has all of them
 INTERVAL_WIDTH, INTERVAL_MARGIN = 300, 8  # of the drawing of an interval
 
 
@@ -135,7 +134,7 @@ def render_report(
     ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs])
     differences = find_differences(groups) if len(groups) > 1 else {}
     servers = {run.folder: summary for run in runs if (summary := read_servers(run.folder)) is not None}
-    described = [_describe_group(group, k, differences, servers) for k, group in enumerate(groups)]
+    described = [_describe_group(group, servers) for group in groups]
     name = format_value(" and ".join(group.name for group in groups))
     seeds = ", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
     return render_page(
@@ -187,19 +186,20 @@ def list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
     return [*plots, Plot("time/step", "seconds per step", "from the first rollout to the update")]
 
 
-def _describe_group(
-    group: RunGroup, number: int, differences: Mapping[str, Sequence[Any]], servers: Mapping[Path, ServerSummary]
-) -> dict[str, Any]:
-    """Return what the page shows of a group: its headline numbers, notes, settings that differ, and its times."""
-    count = len(group.runs)
+def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> dict[str, Any]:
+    """Return what the page shows of a group: how far it got, notes and times."""
+    count, planned = len(group.runs), group.runs[0].planned_steps
+    last = [run.last_step for run in group.runs]
+    reached = f"{min(last):,}" if min(last) == max(last) else f"{min(last):,} to {max(last):,}"
+    words = f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}"
+    words += f", step {reached}{f' of {planned:,}' if planned else ''}"
+    if seconds := [wall for run in group.runs if (wall := run.series("seconds").last) is not None]:
+        words += f", {'up to ' if count > 1 else ''}{charts.format_duration(max(seconds))}"
     return {
         "letter": group.letter,
         "name": group.name,
         "mark": charts.MARKS[group.letter],
-        "words": f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}",
-        "settings": [(path, format_value(row[number])) for path, row in list(differences.items())[:MAX_SETTINGS]],
-        "more": max(0, len(differences) - MAX_SETTINGS),
-        "tiles": make_tiles(group),
+        "words": words,
         "notes": make_notes(group, servers),
         "times": _measure_times(group),
     }
