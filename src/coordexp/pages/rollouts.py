@@ -105,8 +105,7 @@ def _read_examples(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
 
 
 def _read_traces(file: Path) -> dict[int, dict[str, Any]]:
-    """Return the traces by the number of the example. An example that was trained again after a resume has two;
-    the last one counts."""
+    """Return the traces by the number of the example."""
     traces = {}
     for number, line in enumerate(read_json_lines(file), start=1):
         if line.get("format") != TRACE_FORMAT or not isinstance(line.get("example"), int):

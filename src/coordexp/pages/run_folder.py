@@ -11,6 +11,7 @@ import json
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -237,11 +238,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[RunGroup, ...]:
             f"{len(members)} groups of runs with different settings",
             f"a page compares up to {len(LETTERS)}; give fewer runs",
         )
-    groups: list[RunGroup] = []
+    names: Counter[str] = Counter()
+    groups = []
     for letter, group in zip(LETTERS, members.values(), strict=False):
         name = _common_name([run.name for run in group.values()])
-        earlier = [_common_name([run.name for run in other.runs]) for other in groups].count(name)
-        groups.append(RunGroup(letter, f"{name} ({earlier + 1})" if earlier else name, tuple(group.values())))
+        names[name] += 1
+        unique = f"{name} ({names[name]})" if names[name] > 1 else name
+        groups.append(RunGroup(letter, unique, tuple(group.values())))
     return tuple(groups)
 
 
@@ -255,11 +258,9 @@ def _identify(run: Run) -> tuple[str, str]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
     prefix = os.path.commonprefix(names)  # noqa: RUF071, letter by letter is meant
     shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
-    return shared or f"{names[0]} and {len(names) - 1} more"
+    return names[0] if len(names) == 1 else shared or f"{names[0]} and {len(names) - 1} more"
 
 
 def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:

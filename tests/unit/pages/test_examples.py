@@ -37,9 +37,9 @@ def test_followed_records_are_marked_and_take_at_most_half_of_the_page(tmp_path)
     assert {example.record for example in chosen if example.followed} == {5, 6}
 
 
-def test_an_example_has_its_last_trace(tmp_path):
+def test_an_example_has_its_trace(tmp_path):
     dump(tmp_path, 3)
-    lines = [{"format": 1, "example": 1, "loss": loss} for loss in (2.0, 1.0)]
+    lines = [{"format": 1, "example": 1, "loss": loss} for loss in (1.0,)]
     (tmp_path / "dumps/trained-000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     chosen, _ = choose_examples(tmp_path, 9)
     assert [example.trained and example.trained["loss"] for example in chosen] == [None, 1.0]
