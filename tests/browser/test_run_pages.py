@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordexp.pages.live import listen, make_live_pages
+from coordexp.pages.live import listen
 from tests.browser.conftest import Open
 from tests.browser.rollouts import RunInspectorPage
 from tests.unit.pages.run_folders import write_dumped_run
@@ -31,7 +31,7 @@ def test_each_coordinate_of_a_dumped_answer_highlights_its_shape(open_page: Open
 
 def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
-    server = listen(make_live_pages(folder, 200), 0)
+    server = listen(folder, 200, 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     page = browser.new_page()

@@ -200,10 +200,10 @@ def inspect(
 
 
 def _serve(folder: Path, samples: int, port: int) -> None:
-    from coordexp.pages.live import HOST, listen, make_live_pages
+    from coordexp.pages.live import HOST, listen
 
     with explain(OSError, f"cannot listen on {HOST}:{port}", "give another --port, or 0 for a free one"):
-        server = listen(make_live_pages(folder, samples), port)
+        server = listen(folder, samples, port)
     with server:
         out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
         try:
