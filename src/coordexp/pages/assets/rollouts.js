@@ -17,10 +17,9 @@ const head = (() => {
 
   function show(entry, sample) {
     find("name").replaceChildren(`Step ${entry.step} `, element("small", "", element("bdi", "", entry.image)));
-    const counts = countBy(sample.objects.map(({ state }) => state));
-    const moved = sample.objects.filter(({ state, mark }) => mark && (state === "matched" || state === "extra")).length;
-    find("tally").replaceChildren(...tally(entry, { ...counts, moved }).map(([words, style]) => element("span", style, words)));
+    find("tally").replaceChildren(...tally(entry).map(([words, style]) => element("span", style, words)));
     find("notes").replaceChildren(...sample.notes.map((note) => element("p", "note", note)));
+    const counts = countBy(sample.objects.map(({ state }) => state));
     for (const label of find("kinds").children) {
       const kind = label.dataset.of;
       label.lastChild.textContent = counts[kind] ?? 0;
@@ -30,43 +29,24 @@ const head = (() => {
     const [all, trained] = [roles.length, roles.filter(data.isTrained).length].map((n) => n.toLocaleString("en"));
     const prompt = countOf(sample.prompt_tokens, "token");
     find("length").textContent = `${all}, ${trained} of them trained, after a prompt of ${prompt}`;
-    legend(sample);
+    find("roles").replaceChildren(...data.roles(sample).map(legend));
     const facts = sample.facts.map(([name, value]) => [name, element("bdi", "", value)]);
     find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.choice));
   }
 
-  function tally(entry, { duplicate, removed, agreed, moved }) {
-    const words = [
-      [true, data.countFound(entry), "matched"],
-      [entry.missed, `${entry.missed} missed`, "missed"],
-      [entry.extra, `${entry.extra} extra`, "extra"],
-      [duplicate, `${countOf(duplicate ?? 0, "duplicate")} removed`, "extra"],
-      [removed, `${removed} other extra removed`, "extra"],
-      [agreed, `${agreed} agreed`, "agreed"],
-      [moved, `${moved} moved`, "matched"],
-      [entry.invalid, `${entry.invalid} invalid`, "invalid"],
-      [entry.truncated, "truncated", "invalid"],
-      [true, entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"],
+  function tally(entry) {
+    return [
+      [data.countFound(entry), "matched"],
+      ...(entry.invalid ? [[`${entry.invalid} invalid`, "invalid"]] : []),
+      ...(entry.truncated ? [["truncated", "invalid"]] : []),
+      [entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"],
     ];
-    return words.filter(([applies]) => applies).map(([, ...part]) => part);
   }
 
-  function legend(sample) {
-    const counts = countBy(sample.tokens.roles);
-    const marks = Object.keys(sample.unlikely).length;
-    find("roles").replaceChildren(...Object.entries(data.roles(sample)).map(([role, [style, name, meaning]]) => {
-      const shape = { coord: "512", added: "512", end: "end" }[style] ?? "abc";
-      const sign = element("span", `token ${style}${shape === "512" ? " bin" : ""}`, shape);
-      const count = counts[role] ?? 0;
-      const term = element("dt", "", sign, element("b", "", count.toLocaleString("en")), name);
-      return element("div", count ? "" : "absent", term, element("dd", "", meaning), { data: { role } });
-    }), ...(marks ? [unlikelyRow(marks)] : []));
-  }
-
-  function unlikelyRow(count) {
-    const sign = element("span", "token unlikely", "abc");
-    const term = element("dt", "", sign, element("b", "", count.toLocaleString("en")), "unlikely token");
-    return element("div", "", term, element("dd", "", "another one, which would begin a duplicate here, is made less likely"));
+  function legend([style, name, meaning]) {
+    const shape = { coord: "512", added: "512", end: "end" }[style] ?? "abc";
+    const sign = element("span", `token ${style}${shape === "512" ? " bin" : ""}`, shape);
+    return element("div", "", element("dt", "", sign, name), element("dd", "", meaning));
   }
 
   function loss(trained) {

@@ -83,25 +83,29 @@ function bringIntoView(host, part) {
 
 const focusIn = (host) => host.querySelector("[tabindex='0'], [aria-current], button")?.focus();
 
-const ROLES = {
-  1: ["prefix", "kept", "as the model wrote it; not trained"],
-  2: ["coord", "matched coordinate", "trained towards the true position"],
-  3: ["structure", "added JSON", "trained: cross entropy"],
-  4: ["desc", "added description", "trained: cross entropy"],
-  5: ["added", "added coordinate", "trained towards the true position"],
-  6: ["end", "end of turn", "trained: cross entropy"],
-  7: ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
-  8: ["masked", "masked description", "added, but left out of the loss"],
-};
-// In an answer that a correction policy rebuilt, some roles mean something else.
-const REBUILT_ROLES = {
-  ...ROLES,
-  1: ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
-  3: ["structure", "trained JSON", "trained: cross entropy"],
-  4: ["desc", "trained description", "trained: cross entropy"],
-  7: ["cut", "removed", "the answer from its first change on; what stays of it is written again below"],
-  8: ["masked", "masked description", "left out of the loss"],
-};
+// The style, the name and the meaning of each role of a token, by its number less one.
+const ROLES = [
+  ["prefix", "kept", "as the model wrote it; not trained"],
+  ["coord", "matched coordinate", "trained towards the true position"],
+  ["structure", "added JSON", "trained: cross entropy"],
+  ["desc", "added description", "trained: cross entropy"],
+  ["added", "added coordinate", "trained towards the true position"],
+  ["end", "end of turn", "trained: cross entropy"],
+  ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
+  ["masked", "masked description", "added, but left out of the loss"],
+];
+// In an answer that a correction policy rebuilt, some roles mean something else. The last one is not a role, but a mark.
+const REBUILT_ROLES = [
+  ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
+  ROLES[1],
+  ["structure", "trained JSON", "trained: cross entropy"],
+  ["desc", "trained description", "trained: cross entropy"],
+  ROLES[4],
+  ROLES[5],
+  ["cut", "removed", "the answer from its first change on; what stays of it is written again below"],
+  ["masked", "masked description", "left out of the loss"],
+  ["unlikely", "unlikely token", "another one, which would begin a duplicate here, is made less likely"],
+];
 const [WRITTEN_COORD, ADDED_COORD, END_OF_TURN, CUT] = [2, 5, 6, 7];
 const KINDS = {
   true: "true shape of a match",

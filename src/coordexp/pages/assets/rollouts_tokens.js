@@ -22,7 +22,7 @@ const strip = (() => {
 
   function token(i) {
     const { ids, roles, owner } = sample.tokens;
-    const [style, name] = data.roles(sample)[roles[i]];
+    const [style, name] = data.roles(sample)[roles[i] - 1];
     const text = data.text(ids[i]);
     const node = element("span", `token ${style}${data.isCoord(ids[i]) ? " bin" : ""}`, text, {
       role: "option",
@@ -61,7 +61,7 @@ const detail = (() => {
     const token = readToken(sample, i);
     const object = sample.objects.find(({ owner }) => owner === token.owner);
     const place = token.coord && object ? locate(sample, i, object) : null;
-    const [style, name, meaning] = data.roles(sample)[token.role];
+    const [style, name, meaning] = data.roles(sample)[token.role - 1];
     const sign = element("span", `token ${style}${token.coord ? " bin" : ""}`, data.text(token.id));
     const parts = [
       element("h3", "", sign, name),
