@@ -24,6 +24,7 @@ from coordexp.answers.table import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
 NOBODY = -1
+SHOWN_SETTINGS = ("mode", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")  # of decoding
 MAX_TEXT = 4000  # characters of an answer that was not chosen
 MAX_NAME = 40  # characters of the name of another object
 MAX_LINE = 240  # tokens of a line; what belongs to no object can be longer
@@ -343,7 +344,7 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
     rollout, place = dump["rollout"], dump["place"]
     facts = {
         "answered by": f"the weights after {place['step']:,} update{'' if place['step'] == 1 else 's'}",
-        "decoding": _describe_decoding(dump["decode"]),
+        "decoding": ", ".join(f"{name} {dump['decode'][name]}" for name in SHOWN_SETTINGS),
         "chosen": _describe_choice(dump),
         "seed": str(dump["seed"]),
         "ended": str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"])),
@@ -353,17 +354,6 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
         "place": f"record {place['record']}, micro-step {place['micro']}, rank {place['rank']}",
     }
     return [[name, value] for name, value in facts.items() if value]
-
-
-def _describe_decoding(decode: Mapping[str, Any]) -> str:
-    words = str(decode["mode"])
-    if decode["mode"] == "sampling":
-        words = f"sampled at temperature {decode['temperature']:g}"
-        words += f", top_p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
-        words += f", top_k {decode['top_k']}" if decode["top_k"] > 0 else ""
-    elif decode["mode"] == "beam":
-        words = f"best of {decode['num_beams']} beams"
-    return f"{words}, at most {decode['max_new_tokens']:,} tokens"
 
 
 def _describe_choice(dump: Mapping[str, Any]) -> str:

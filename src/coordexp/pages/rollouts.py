@@ -26,6 +26,15 @@ from coordexp.pages.document import render_page
 from coordexp.pages.rollout_sample import show_sample, summarise_sample
 from coordexp.pages.run_folder import RESOLVED, Run
 
+KINDS = {
+    "true": "true shape of a match",
+    "matched": "matched",
+    "missed": "missed",
+    "extra": "extra",
+    "duplicate": "duplicate, removed",
+    "removed": "extra, removed",
+    "agreed": "agreed, added",
+}
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")
 SCRIPTS = (
@@ -142,6 +151,7 @@ def make_inspector_page(
     images = _add_images(entries, dumped, run.start_folder)
     index = {
         "stamp": stamp,
+        "kinds": KINDS,
         "target": target,
         "pieces": collect_pieces(samples, table),
         "coord0": table.first_coord,
@@ -156,6 +166,7 @@ def make_inspector_page(
         data={"index": index, **{f"sample-{k}": sample for k, sample in enumerate(samples)}, **images},
         live=stamp is not None,
         run=run.name,
+        kinds=KINDS,
         scope=f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}",
         report=report,
     )

@@ -47,3 +47,14 @@ function nameTag(kind, [left, top, right, bottom], { width, height }, isBelow, .
 
 // The dialog with the keys of a page.
 const openKeys = () => find("keys").showModal();
+
+// Says which of some things is shown, and whether there is one before and behind it.
+function showPlace(at, count) {
+  find("where").textContent = `${count && at + 1} of ${count}`;
+  find("back").disabled = at <= 0;
+  find("on").disabled = at >= count - 1;
+}
+
+for (const box of document.querySelectorAll("[data-kind]")) {
+  box.addEventListener("change", () => document.body.classList.toggle(`hide-${box.dataset.kind}`, !box.checked));
+}

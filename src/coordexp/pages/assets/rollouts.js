@@ -1,30 +1,10 @@
 "use strict";
 // The sample as a whole: its name and counts, the terms of its loss, and where it comes from.
 const head = (() => {
-  function start() {
-    find("kinds").append(...Object.entries(KINDS).map(([kind, words]) => {
-      const box = element("input", "", { type: "checkbox", checked: true, data: { kind } });
-      box.addEventListener("change", () => find("stage").classList.toggle(`hide-${kind}`, !box.checked));
-      return element("label", "", box, drawKind(kind), words, element("b"), { data: { of: kind } });
-    }));
-  }
-
-  function drawKind(kind) {
-    const strike = LEFT_OUT.has(kind) ? [svg("line", { x1: 2, y1: 15, x2: 34, y2: 3 })] : [];
-    const frame = { viewBox: "0 0 36 18", class: "sample", "aria-hidden": "true" };
-    return svg("svg", frame, outline(kind, [2, 3, 34, 3, 34, 15, 2, 15], ...strike));
-  }
-
   function show(entry, sample) {
     find("name").replaceChildren(`Step ${entry.step} `, element("small", "", element("bdi", "", entry.image)));
     find("tally").replaceChildren(...tally(entry).map(([words, style]) => element("span", style, words)));
     find("notes").replaceChildren(...sample.notes.map((note) => element("p", "note", note)));
-    const counts = countBy(sample.objects.map(({ state }) => state));
-    for (const label of find("kinds").children) {
-      const kind = label.dataset.of;
-      label.lastChild.textContent = counts[kind] ?? 0;
-      label.hidden = !counts[kind] && !ALWAYS_LISTED.has(kind);
-    }
     const { roles } = sample.tokens;
     const [all, trained] = [roles.length, roles.filter(data.isTrained).length].map((n) => n.toLocaleString("en"));
     const prompt = countOf(sample.prompt_tokens, "token");
@@ -76,7 +56,7 @@ const head = (() => {
     return element("details", "", element("summary", "", title), list("", rows), { id: "others" });
   }
 
-  return { start, show };
+  return { show };
 })();
 
 // A served page asks from time to time whether the run has more to show. A page from disk sends no requests.
@@ -143,10 +123,7 @@ const inspector = (() => {
     shown = k;
     find("sample").hidden = k === undefined;
     find("nothing").hidden = k !== undefined;
-    const at = list.indexOf(k);
-    find("where").textContent = `${at + 1} of ${list.length}`;
-    find("back").disabled = at <= 0;
-    find("on").disabled = at >= list.length - 1;
+    showPlace(list.indexOf(k), list.length);
     if (k === undefined) return;
     sample = data.sample(k);
     pointed = null;
@@ -259,7 +236,6 @@ const inspector = (() => {
     document.addEventListener("keydown", onKey);
     window.addEventListener("hashchange", follow);
     connect(find("stage"), "[tabindex]", "svg");
-    head.start();
     arrange();
     follow();
     performance.mark("ready");

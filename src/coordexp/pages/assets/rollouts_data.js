@@ -6,11 +6,6 @@ const clip = (text, most) => {
   return letters.length > most || text.length > 2 * most ? `${letters.slice(0, most).join("")}\u2026` : text;
 };
 const countOf = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
-function countBy(values) {
-  const counts = {};
-  for (const value of values) counts[value] = (counts[value] ?? 0) + 1;
-  return counts;
-}
 const percent = (share) => {
   if (share > 0.99 && share < 1) return `${(100 * Math.min(share, 0.9999)).toFixed(2)} %`;
   return share < 0.0995 ? `${(100 * share).toFixed(2)} %` : `${(100 * share).toFixed(1)} %`;
@@ -107,16 +102,6 @@ const REBUILT_ROLES = [
   ["unlikely", "unlikely token", "another one, which would begin a duplicate here, is made less likely"],
 ];
 const [WRITTEN_COORD, ADDED_COORD, END_OF_TURN, CUT] = [2, 5, 6, 7];
-const KINDS = {
-  true: "true shape of a match",
-  matched: "matched",
-  missed: "missed",
-  extra: "extra",
-  duplicate: "duplicate, removed",
-  removed: "extra, removed",
-  agreed: "agreed, added",
-};
-const ALWAYS_LISTED = new Set(["true", "matched", "missed", "extra"]); // other kinds only if the sample has them
 const LEFT_OUT = new Set(["duplicate", "removed"]);
 
 // The data of the page: the index at once, samples and images when they are shown, and values derived from both.

@@ -22,7 +22,7 @@ const imageView = (() => {
     const [x1, y1, x2, y2] = shape.box.map(place);
     const ring = shape.kind === "bbox_2d" ? [x1, y1, x2, y1, x2, y2, x1, y2] : shape.bins.map(place);
     const strike = LEFT_OUT.has(shape.state) ? [svg("line", { x1, y1: y2, x2, y2: y1 })] : [];
-    const title = `${KINDS[shape.state]}${shape.mark ? ` (${shape.mark})` : ""}: ${clip(shape.desc ?? "", 200)}`;
+    const title = `${data.index.kinds[shape.state]}${shape.mark ? ` (${shape.mark})` : ""}: ${clip(shape.desc ?? "", 200)}`;
     return outline(shape.state, ring, svg("title", {}, title), ...strike);
   }
 

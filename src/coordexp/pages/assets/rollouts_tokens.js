@@ -110,7 +110,7 @@ const detail = (() => {
     if (!object) return ["Part of no object."];
     const { key, desc, state } = object;
     const name = describe(desc === null ? null : clip(desc, 80));
-    return [place ? `${place.name} of ` : "Part of ", `${clip(key, 40)}, `, name, ` (${KINDS[state] ?? state}).`];
+    return [place ? `${place.name} of ` : "Part of ", `${clip(key, 40)}, `, name, ` (${data.index.kinds[state] ?? state}).`];
   }
 
   function caption({ p, q }) {

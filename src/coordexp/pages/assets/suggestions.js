@@ -54,9 +54,7 @@ function goTo(place) {
   find("decide").hidden = matching.length === 0;
   find("nothing").hidden = matching.length > 0;
   if (matching.length) show(matching[at]);
-  find("where").textContent = matching.length ? `${at + 1} of ${matching.length}` : "0 of 0";
-  find("back").disabled = at <= 0;
-  find("on").disabled = at >= matching.length - 1;
+  showPlace(at, matching.length);
   count();
 }
 
