@@ -10,7 +10,7 @@ only when they are shown, so that a page with hundreds of them opens at once.
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -55,11 +55,6 @@ class DumpedExample:
     where: str  # file and line
     content: dict[str, Any]
     trained: dict[str, Any] | None
-    followed: bool
-
-    @property
-    def record(self) -> int:
-        return int(self.content["place"]["record"])
 
     @property
     def time(self) -> tuple[int, int]:
@@ -75,21 +70,19 @@ def choose_examples(run: Path, most: int) -> tuple[list[DumpedExample], int]:
             f"{run} has no dumped examples",
             "a run with rollouts writes them to RUN/dumps (stage2.dump_every); one on the ground truth has none",
         )
-    first = list(_read_examples(regular[0], followed=False))
-    records = {example.record for example in first}
+    first = list(_read_examples(regular[0]))
     share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last have priority
-    repeated = _spread(_read_files(_spread(followed, max(1, share)), followed=True), share)
+    repeated = _spread(_read_files(_spread(followed, max(1, share))), share)
     room = most - len(repeated)
     files = _spread(regular, max(1, room // max(1, len(first))))
-    read = _read_files(files, followed=False)
-    others = [replace(example, followed=example.record in records) for example in _spread(read, room)]
+    read = _read_files(files)
     total = (len(read) if len(files) == len(regular) else len(regular) * len(first)) + len(followed)
-    chosen = sorted([*others, *repeated], key=attrgetter("time"))
+    chosen = sorted([*_spread(read, room), *repeated], key=attrgetter("time"))
     return chosen, max(total, len(chosen))
 
 
-def _read_files(files: Iterable[Path], *, followed: bool) -> list[DumpedExample]:
-    return [example for file in files for example in _read_examples(file, followed=followed)]
+def _read_files(files: Iterable[Path]) -> list[DumpedExample]:
+    return [example for file in files for example in _read_examples(file)]
 
 
 def _spread(items: list[T], most: int) -> list[T]:
@@ -101,7 +94,7 @@ def _spread(items: list[T], most: int) -> list[T]:
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def _read_examples(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
+def _read_examples(file: Path) -> Iterator[DumpedExample]:
     traces = _read_traces(file.with_name(trace_file(file.name)))
     for number, content in enumerate(read_json_lines(file)):
         where = f"{file}, line {number + 1}"
@@ -110,7 +103,7 @@ def _read_examples(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
         place = content.get("place")
         if not isinstance(place, dict) or not all(isinstance(place.get(name), int) for name in PLACE):
             raise DataError(f"{where}: not a dumped example (its place has no {', '.join(PLACE)})")
-        yield DumpedExample(where, content, traces.get(number), followed)
+        yield DumpedExample(where, content, traces.get(number))
 
 
 def _read_traces(file: Path) -> dict[int, dict[str, Any]]:
@@ -235,8 +228,7 @@ def _read_samples(
             seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
             id = id if seen[id] == 1 else f"{id}.{seen[id]}"
             image = Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path
-            origin = {"id": id, "image": str(image), "followed": example.followed}
-            entries.append(origin | summarise_sample(content, trained))
+            entries.append({"id": id, "image": str(image)} | summarise_sample(content, trained))
             samples.append({"id": id, **show_sample(content, trained, table, desc_is_masked=desc_is_masked)})
     return entries, samples
 

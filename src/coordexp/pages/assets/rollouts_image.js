@@ -137,11 +137,9 @@ const steps = (() => {
     const same = samples.flatMap((entry, other) => (isSame(entry) ? [other] : []));
     const first = Math.max(0, Math.min(same.indexOf(k) - MAX_CARDS / 2, same.length - MAX_CARDS));
     const shown = same.slice(first, first + MAX_CARDS);
-    const alone = `This is the only answer to this image on the page: the image ${samples[k].followed
-      ? "is followed, but was answered only once so far" : "is not followed"}.`;
-    find("alone").hidden = same.length > 1 && shown.length === same.length;
-    find("alone").textContent = same.length > 1 ? `${shown.length} of ${same.length}, around this step.` : alone;
-    find("steps").replaceChildren(...(same.length > 1 ? shown.map((other) => card(other, other === k)) : []));
+    find("series").hidden = same.length < 2;
+    find("range").textContent = shown.length < same.length ? `${shown.length} of ${same.length}, around this step.` : "";
+    find("steps").replaceChildren(...(same.length < 2 ? [] : shown.map((other) => card(other, other === k))));
     const current = find("steps").querySelector("[aria-current]");
     if (current) find("steps").scrollLeft = current.offsetLeft - find("steps").clientWidth / 2;
   }

@@ -113,19 +113,11 @@ const detail = (() => {
     return [place ? `${place.name} of ` : "Part of ", `${clip(key, 40)}, `, name, ` (${data.index.kinds[state] ?? state}).`];
   }
 
-  function caption({ p, q }) {
+  function caption({ q }) {
     const { sigma, temperature } = data.index.target ?? {};
-    const parts = [];
-    if (p) parts.push(element("span", "", swatch("model"), "the model"));
-    if (q) parts.push(element("span", "", swatch("soft-target"), `soft target, sigma ${sigma}`));
-    if (q && temperature !== 1) parts.push(element("span", "", `in the loss at temperature ${temperature}`));
-    parts.push(element("span", "", "heights are square roots"));
-    return element("p", "caption", ...parts);
-  }
-
-  function swatch(style) {
-    const drawn = svg("rect", { x: 1, y: 3, width: 20, height: 8, class: style });
-    return svg("svg", { viewBox: "0 0 22 14", "aria-hidden": "true" }, drawn);
+    const target = q ? ` Dashed: the soft target, sigma ${sigma}` : "";
+    const heat = q && temperature !== 1 ? `, in the loss at temperature ${temperature}` : "";
+    return element("p", "caption", `Filled: the model.${target}${heat}${q ? "." : ""} Heights are square roots.`);
   }
 
   function coordFacts({ role, written, target, p, q, known, nll, mass }) {
