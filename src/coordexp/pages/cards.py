@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from coordexp.data import Record
 from coordexp.data.geometry import box_ring
@@ -30,14 +30,14 @@ Options = Sequence[tuple[str, str]]  # values and their words
 class Shape:
     """A shape with a tooltip, in pixels of its record: `ring` has x and y by turns. `data` are the attributes by
     which the script finds the shape, its name and its line in a list. `name` is written above the shape, or inside
-    it at its top or its bottom. A shape with a `hue` has the colour of its class, another one that of its
+    it at its bottom. A shape with a `hue` has the colour of its class, another one that of its
     `style`."""
 
     ring: Sequence[float]
     title: str
     name: str
     style: str = ""
-    place: Literal["above", "top", "bottom"] = "above"
+    is_named_inside: bool = False
     data: Mapping[str, object] = field(default_factory=dict)
     hue: int | None = None
 
@@ -72,13 +72,8 @@ class Drawing:
     def place_name(self, shape: Shape) -> str:
         """Return the style of a name. In the right half of the image, it ends where the shape ends."""
         left, right = (min(100.0, max(0.0, 100 * end(shape.ring[::2]) / self.width)) for end in (min, max))
-        top, bottom = (100 * end(shape.ring[1::2]) / self.height for end in (min, max))
-        top, bottom = min(96.0, max(0.0, top)), min(100.0, max(4.0, bottom))
-        down = {
-            "above": f"top:max(0px, {top:.2f}% - 16px)",
-            "top": f"top:{top:.2f}%",
-            "bottom": f"bottom:{100 - bottom:.2f}%",
-        }[shape.place]
+        top, bottom = (min(96.0, max(4.0, 100 * end(shape.ring[1::2]) / self.height)) for end in (min, max))
+        down = f"bottom:{100 - bottom:.2f}%" if shape.is_named_inside else f"top:max(0px, {top:.2f}% - 16px)"
         across = f"right:{100 - right:.2f}%" if left > 55 else f"left:{left:.2f}%"
         return f"{across};{down}" + ("" if shape.hue is None else f";--hue:{shape.hue}")
 

@@ -178,16 +178,6 @@ def format_tick(value: float) -> str:
     return f"{value:,.12g}"
 
 
-def format_duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = seconds / 60
-    if minutes < 90:
-        return f"{minutes:.0f} min"
-    hours = minutes / 60
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
-
-
 def _split_at_gaps(values: Floats) -> list[slice]:
     """Return the stretches of values without a gap."""
     known = np.concatenate([[False], np.isfinite(values), [False]])

@@ -80,7 +80,7 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
         scope=f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions",
         notes=make_notes(report),
         remarks=report.notes,
-        tiles=[(f"{values[name]:.3f}", title, "") for name, title in HEADLINE.items() if name in values],
+        tiles=[(f"{values[name]:.3f}", title) for name, title in HEADLINE.items() if name in values],
         curves=_draw_curves(report.curve),
         letters=LETTERS,
         rates=[
@@ -260,4 +260,4 @@ def draw_objects(image: ImageReport) -> list[Shape]:
 def _outline(kind: str, obj: LabelledShape, name: str = "") -> Shape:
     score = "" if obj.score is None else f" {obj.score:.2f}"
     title = f"{kind}: {obj.desc}{score}"
-    return Shape(obj.shape.ring, title, name, kind, "bottom" if kind == "extra" else "above")
+    return Shape(obj.shape.ring, title, name, kind, is_named_inside=kind == "extra")

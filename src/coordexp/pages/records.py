@@ -127,5 +127,7 @@ def _make_shapes(record: Record, numbers: Mapping[str, int]) -> list[Shape]:
         inverted = obj.kind == "bbox_2d" and (coords[2] < coords[0] or coords[3] < coords[1])
         style = "inverted" if inverted else ""
         data = {"data-class": number, "data-object": k}
-        shapes.append(Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, "top", data, choose_hue(number)))
+        shapes.append(
+            Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, data=data, hue=choose_hue(number))
+        )
     return shapes

@@ -194,7 +194,7 @@ def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> d
     words = f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}"
     words += f", step {reached}{f' of {planned:,}' if planned else ''}"
     if seconds := [wall for run in group.runs if (wall := run.series("seconds").last) is not None]:
-        words += f", {'up to ' if count > 1 else ''}{charts.format_duration(max(seconds))}"
+        words += f", {'up to ' if count > 1 else ''}{max(seconds):,.0f} s"
     return {
         "letter": group.letter,
         "name": group.name,
