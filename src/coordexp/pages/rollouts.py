@@ -35,6 +35,7 @@ KINDS = {
     "removed": "extra, removed",
     "agreed": "agreed, added",
 }
+FILTERS = {"missed": "with misses", "extra": "with extra", "invalid": "with invalid", "truncated": "truncated"}
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")
 SCRIPTS = (
@@ -160,6 +161,10 @@ def make_inspector_page(
         live=stamp is not None,
         run=run.name,
         kinds=KINDS,
+        filters=[
+            ("", f"all ({held:,})"),
+            *((name, f"{words} ({sum(bool(e[name]) for e in entries):,})") for name, words in FILTERS.items()),
+        ],
         scope=f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}",
         report=report,
     )

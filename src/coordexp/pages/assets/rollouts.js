@@ -51,7 +51,7 @@ const head = (() => {
 
   // The answers that were not chosen, behind a summary.
   function others({ count, others: texts }) {
-    const title = `The ${countOf(texts.length, "answer")} of ${count} that ${texts.length === 1 ? "was" : "were"} not chosen`;
+    const title = `Not chosen: ${texts.length} of ${countOf(count, "answer")}`;
     const rows = texts.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
     return element("details", "", element("summary", "", title), list("", rows), { id: "others" });
   }
@@ -84,18 +84,6 @@ const head = (() => {
 // Which sample is shown, and what is highlighted in it: what the reader points at, or else what was chosen last.
 const inspector = (() => {
   const { index } = data;
-  const FILTERS = {
-    all: ["all", () => true],
-    misses: ["with misses", (entry) => entry.missed > 0],
-    extra: ["with extra", (entry) => entry.extra > 0],
-    invalid: ["with invalid", (entry) => entry.invalid > 0],
-    truncated: ["truncated", (entry) => entry.truncated],
-  };
-  const ORDERS = {
-    steps: ["by step", null],
-    missed: ["most missed", (entry) => entry.missed],
-    loss: ["highest loss", (entry) => entry.loss ?? -Infinity],
-  };
   const REGIONS = { t: "strip", o: "objects", m: "matrix", s: "steps" }; // by the key that goes to them
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
@@ -103,16 +91,18 @@ const inspector = (() => {
   let pointed = null;
   let chosen = null;
 
+  // A filter is a field that samples must have, and an order one by which the largest is first.
   function arrange() {
-    const fits = FILTERS[find("filter").value][1];
-    const key = ORDERS[find("order").value][1];
-    list = index.samples.map((_, k) => k).filter((k) => fits(index.samples[k]));
-    if (key) list.sort((a, b) => key(index.samples[b]) - key(index.samples[a]) || a - b);
+    const [field, order] = [find("filter").value, find("order").value];
+    const { samples } = index;
+    list = samples.map((_, k) => k).filter((k) => !field || samples[k][field]);
+    const value = (k) => samples[k][order] ?? -Infinity;
+    if (order) list.sort((a, b) => value(b) - value(a) || a - b);
   }
 
   function go(k) {
     if (!list.includes(k)) {
-      find("filter").value = "all";
+      find("filter").value = "";
       arrange();
     }
     show(k);
@@ -220,10 +210,6 @@ const inspector = (() => {
   }
 
   function start() {
-    for (const [value, [name, fits]] of Object.entries(FILTERS)) {
-      find("filter").append(new Option(`${name} (${index.samples.filter(fits).length})`, value));
-    }
-    for (const [value, [name]] of Object.entries(ORDERS)) find("order").append(new Option(name, value));
     for (const id of ["filter", "order"]) {
       find(id).addEventListener("change", () => {
         arrange();
