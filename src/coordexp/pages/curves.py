@@ -195,8 +195,8 @@ def build_curve(runs: Sequence[Series], ranges: StepRanges) -> Curve | None:
         for number, start, end in zip(numbers, starts, [*starts[1:], len(series)], strict=True):
             parts.setdefault(int(number), []).append(Series(series.steps[start:end], series.values[start:end]))
     points = np.array([_summarise(parts[number]) for number in sorted(parts)])
-    *numbers_of_points, broken = points.T
-    return Curve(*numbers_of_points, broken=broken > 0)
+    steps, mean, low, high, lowest, highest, broken = points.T
+    return Curve(steps, mean, low, high, lowest, highest, broken > 0)
 
 
 def _summarise(parts: Sequence[Series]) -> tuple[float, ...]:
