@@ -125,7 +125,7 @@ def _print_report(
         out.print()
     for run in examples:
         if run.page is None:
-            out.print(sanitize(f"{run.folder} has dumped examples: `{run.command}` makes a page"), markup=False)
+            out.print(sanitize(f"dumped examples without a page: `{run.command}` makes it"), markup=False)
 
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:

@@ -252,7 +252,7 @@ def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):
     (folder / "dumps").mkdir()
     for step in (0, 4):
         (folder / "dumps" / f"step-{step:06}.jsonl").write_text("")
-    assert f"`coordexp inspect '{folder}'` makes a page" in run(folder).stdout
+    assert f"`coordexp inspect '{folder}'` makes it" in run(folder).stdout
     text = (folder / "report.html").read_text()
     assert f"<code>coordexp inspect &#39;{folder}&#39;</code>" in text and "inspect.html" not in text
     (folder / "inspect.html").write_text("")
