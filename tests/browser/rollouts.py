@@ -105,7 +105,7 @@ def write_huge(folder: Path, objects: int = 500) -> RunInspectorPage:
 
     def name(k: int, dx: int) -> TrueObject:
         x, y = k % 25 * 39 + 4, k // 25 * 48 + 4
-        return TrueObject(f"bolt of the upper left outer row {k}", box(x + dx, y, x + dx + 14, y + 40))
+        return TrueObject(f"bolt {k}", box(x + dx, y, x + dx + 14, y + 40))
 
     truth = [name(k, 0) for k in range(objects)]
     predicted = [name(k, 0 if k < objects // 2 else 18) for k in range(objects)]
