@@ -130,21 +130,18 @@ def _print_report(
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:
     """A row is bold if it has intervals and none of them contains 0."""
-    from coordexp.pages.comparison import describe_interval
     from coordexp.pages.report import EVALUATED
 
-    rows = [row for row in comparison.rows if row.name in SHOWN]
     seeds = comparison.has_seed_intervals
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     letters = (comparison.base.letter, comparison.other.letter)
     heads = [f"{images} images", *letters, "difference", "95 % over images"]
     for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else []), "same sign"]):
         table.add_column(head, justify="right" if k else "left", no_wrap=True)
-    for row in rows:
-        cells = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", describe_interval(row.image_interval)]
-        cells += [describe_interval(row.seed_interval)] if seeds else []
-        cells.append("-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %")
-        table.add_row(Text(EVALUATED[row.name][0]), *cells, style="bold" if row.is_clear else "")
+    for row in comparison.rows:
+        if row.name in SHOWN:
+            title = Text(EVALUATED[row.name][0])
+            table.add_row(title, *row.describe(seeds), style="bold" if row.is_clear else "")
     return table
 
 
@@ -203,10 +200,10 @@ def inspect(
 
 
 def _serve(folder: Path, samples: int, port: int) -> None:
-    from coordexp.pages.live import HOST, listen, make_live_pages
+    from coordexp.pages.live import HOST, listen
 
     with explain(OSError, f"cannot listen on {HOST}:{port}", "give another --port, or 0 for a free one"):
-        server = listen(make_live_pages(folder, samples), port)
+        server = listen(folder, samples, port)
     with server:
         out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
         try:

@@ -74,7 +74,7 @@ class Chart:
     axis: str = ""
     ring: tuple[float, float, str] | None = None
 
-    left, top = LEFT, TOP
+    left = LEFT
 
     @property
     def right(self) -> int:
@@ -82,12 +82,8 @@ class Chart:
 
     @property
     def bottom(self) -> int:
-        return self.height - BOTTOM
-
-    @property
-    def whole_height(self) -> int:
-        """The height with the name of the axis."""
-        return self.height + (AXIS_ROW if self.axis else 0)
+        """The lower edge of the plotting area. Below are the ticks, and the name of the axis."""
+        return self.height - BOTTOM - (AXIS_ROW if self.axis else 0)
 
 
 def lay_out(
@@ -109,7 +105,7 @@ def lay_out(
     lowest = min(float(np.nanmin(curve.lowest)) for _, curve in curves)
     highest = max(float(np.nanmax(curve.highest)) for _, curve in curves)
     low, high = limits or pad_range(lowest, highest, share)
-    up = Scale(low, high, height - BOTTOM, TOP)
+    up = Scale(low, high, height - BOTTOM - (AXIS_ROW if axis else 0), TOP)
     rows = choose_ticks(low, high, 4 if height < 180 else 5)
     columns = choose_ticks(across.low, across.high, 4 if width < 400 else 8)
     columns = columns if axis else [value for value in columns if value == int(value)]
@@ -180,16 +176,6 @@ def format_number(value: float | None) -> str:
 def format_tick(value: float) -> str:
     """Format a round number in full: neighbouring ticks may differ in their last digit only."""
     return f"{value:,.12g}"
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = seconds / 60
-    if minutes < 90:
-        return f"{minutes:.0f} min"
-    hours = minutes / 60
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
 
 
 def _split_at_gaps(values: Floats) -> list[slice]:

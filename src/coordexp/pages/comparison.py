@@ -35,7 +35,6 @@ SEED = 20_250  # of the resamples, so that the same page comes out again
 CELLS = 2_000_000  # drawn at a time
 MIN_SEEDS = 3
 MAX_UNDEFINED = 0.05  # of resamples in which the denominator of a rate is 0; with more, it has no interval
-TOLERANCE = 1e-9  # between a logged value and the value computed from the predictions
 
 RunCounts = Mapping[str, NDArray[np.int64]]  # of one run, by rate: [images, 2], numerator and denominator
 Interval = tuple[float, float]
@@ -64,6 +63,18 @@ class RateDifference:
         known = [interval for interval in (self.image_interval, self.seed_interval) if interval is not None]
         return bool(known) and all(low > 0 or high < 0 for low, high in known)
 
+    @property
+    def is_quality(self) -> bool:
+        """Whether higher is better. All other rates are of behaviour."""
+        return self.name == "ap" or "_50" in self.name
+
+    def describe(self, with_seeds: bool) -> list[str]:
+        """Return the cells of a table: both values, the difference, the intervals and the share of its sign."""
+        intervals = [self.image_interval, *([self.seed_interval] if with_seeds else [])]
+        difference = "0" if self.value == 0 else f"{self.value:+.4f}"
+        same_sign = "-" if self.same_sign is None else f"{100 * self.same_sign:.1f} %"
+        return [f"{self.base:.4f}", f"{self.other:.4f}", difference, *map(describe_interval, intervals), same_sign]
+
 
 def describe_interval(interval: Interval | None) -> str:
     if interval == (0.0, 0.0):
@@ -73,12 +84,11 @@ def describe_interval(interval: Interval | None) -> str:
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """`average_precision` is that of both groups, as logged."""
+    """The rates of two groups. AP has no interval: it is that of both groups as logged."""
 
     base: RunGroup
     other: RunGroup
     rows: tuple[RateDifference, ...]
-    average_precision: tuple[float, float] | None
 
     @property
     def has_seed_intervals(self) -> bool:
@@ -125,14 +135,15 @@ def compare_groups(
         GroupComparison(
             base,
             other,
-            tuple(bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples)),
-            _read_average_precision(base, other, steps),
+            (
+                *bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples),
+                *_read_average_precision(base, other, steps),
+            ),
         )
         for other in groups[1:]
     )
     notes = (
         *_note_different_steps(groups, steps),
-        *_note_deviations(groups, steps, counts),
         *(note for comparison in comparisons for note in note_shift_of_length(comparison)),
     )
     return ComparisonResult(len(evaluated or ()), resamples, steps, comparisons, notes)
@@ -234,20 +245,15 @@ def _read_predictions(run: Run, step: int, truth: "Truth") -> "Predictions":
         raise DataError(f"{path}: {error.problem}", error.fix) from error
 
 
-def _value_at(run: Run, metric: str, step: int) -> float:
-    """Return nan if the run did not log it at this step."""
-    series = run.series(metric)
-    return next(iter(series.values[series.steps == step].tolist()), math.nan)
-
-
-def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> tuple[float, float] | None:
-    """Return the means over seeds, or None if a run did not log it."""
-    means = [
-        sum(_value_at(run, "eval_ap", at) for run, at in zip(group.runs, steps[group.letter], strict=True))
-        / len(group.runs)
-        for group in (base, other)
-    ]
-    return None if math.isnan(sum(means)) else (means[0], means[1])
+def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> list[RateDifference]:
+    """Return the means over seeds as a row without intervals, or nothing if a run did not log it."""
+    means = []
+    for group in (base, other):
+        logged = [
+            run.series("eval_ap").at(step) for run, step in zip(group.runs, steps[group.letter], strict=True)
+        ]
+        means.append(sum(logged) / len(logged))
+    return [] if math.isnan(sum(means)) else [RateDifference("ap", *means, None, None, None)]
 
 
 def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
@@ -257,23 +263,6 @@ def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> li
     words = "; ".join(f"{letter} {', '.join(map(str, group_steps))}" for letter, group_steps in steps.items())
     advice = f"--at {max(shared)} compares all at the last step they share" if shared else "they share no step"
     return [f"The last evaluations are of different steps ({words}); {advice}."]
-
-
-def _note_deviations(
-    groups: Sequence[RunGroup], steps: StepsByGroup, counts: dict[str, list[RunCounts]]
-) -> list[str]:
-    """Report runs whose logged F1 cannot be reproduced from their predictions."""
-    notes = []
-    for group in groups:
-        for run, step, run_counts in zip(group.runs, steps[group.letter], counts[group.letter], strict=True):
-            logged = _value_at(run, "eval_f1_50", step)
-            above, below = run_counts["f1_50"].sum(axis=0)
-            if below and abs(above / below - logged) > TOLERANCE:
-                notes.append(
-                    f"{run.name} logged F1 {logged:.4f} at step {step}, but its predictions give "
-                    f"{above / below:.4f} now: another version evaluated them, or they were changed."
-                )
-    return notes
 
 
 def note_shift_of_length(comparison: GroupComparison) -> list[str]:

@@ -71,6 +71,10 @@ class Series:
         steps: Steps = self.steps[~np.isfinite(self.values)]
         return steps
 
+    def at(self, step: int) -> float:
+        """Return the value at a step, nan if there is none."""
+        return next(iter(self.values[self.steps == step].tolist()), math.nan)
+
     def scale(self, factor: float) -> "Series":
         return Series(self.steps, self.values * factor)
 

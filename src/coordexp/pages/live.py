@@ -1,14 +1,14 @@
 """Serving the pages of a run that is still going on: to this machine only, and read-only.
 
-A page is made when it is requested, if the run has written more since the last time. A page that is open asks for
-`/stamp`, which differs from its own if there is more to see.
+A page is made when it is requested. A page that is open asks for `/stamp`, which differs from its own if there is
+more to see.
 """
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,53 +19,36 @@ from coordexp.pages.comparison import reason_not_to_compare
 from coordexp.pages.document import render_page
 from coordexp.pages.report import find_examples, render_report
 from coordexp.pages.rollouts import dump_folders, make_inspector_page
-from coordexp.pages.run_folder import METRICS, REPORT, group_runs, read_logged_run, read_run
+from coordexp.pages.run_folder import REPORT, group_runs, read_logged_run, read_run
 
 HOST = "127.0.0.1"
 GROWING_FILES = 100  # the latest of a folder, which may still grow: an example can wait some steps
 
 
-def make_live_pages(folder: Path, samples: int) -> "LivePages":
-    """Return the inspector at `/` and the report at `/report`. They link to each other."""
-
-    def make_inspector(stamp: str) -> str:
-        return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
-
-    def make_report(_stamp: str) -> str:
-        groups = group_runs([read_logged_run(folder)])
-        examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
-        return render_report(groups, reason_not_to_compare(groups) or "", examples)
-
-    return LivePages(folder, {"/": make_inspector, "/report": make_report})
+def make_inspector(folder: Path, samples: int) -> str:
+    stamp = compute_dump_stamp(folder)
+    return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
 
 
-class LivePages:
-    """The pages by their addresses, with functions that make them from the stamp of the dumps. One is made at a
-    time: a second reader gets the page that the first waited for."""
-
-    def __init__(self, folder: Path, makers: Mapping[str, Callable[[str], str]]) -> None:
-        self.folder = folder
-        self.makers = makers
-        self._cache: dict[str, tuple[str, str]] = {}  # stamp and page
-        self._lock = threading.Lock()
-
-    def get(self, address: str) -> str:
-        with self._lock:
-            dump_stamp = compute_dump_stamp(self.folder)
-            stamp = f"{dump_stamp} {_total_size([self.folder / METRICS])}"
-            cached_stamp, page = self._cache.get(address, ("", ""))
-            if cached_stamp != stamp:
-                try:
-                    page = self.makers[address](dump_stamp)
-                except (DataError, OSError) as error:  # the run has just begun, or is writing a file
-                    others = [other for other in self.makers if other != address]
-                    return render_page("waiting.html", title="coordexp", reason=str(error), others=others)
-                self._cache[address] = stamp, page
-            return page
+def make_report(folder: Path) -> str:
+    groups = group_runs([read_logged_run(folder)])
+    examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
+    return render_report(groups, reason_not_to_compare(groups) or "", examples)
 
 
-def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
-    """Return a server that is bound to the port; 0 takes a free one. Raise OSError if the port is in use."""
+def listen(folder: Path, samples: int, port: int) -> ThreadingHTTPServer:
+    """Return a server that is bound to the port; 0 takes a free one. The inspector is at `/` and the report at
+    `/report`. They link to each other. Raise OSError if the port is in use."""
+    pages = {"/": partial(make_inspector, folder, samples), "/report": partial(make_report, folder)}
+    lock = threading.Lock()  # one page is made at a time
+
+    def make_page(address: str) -> str:
+        try:
+            with lock:
+                return pages[address]()
+        except (DataError, OSError) as error:  # the run has just begun, or is writing a file
+            others = [other for other in pages if other != address]
+            return render_page("waiting.html", title="coordexp", reason=str(error), others=others)
 
     class PageHandler(BaseHTTPRequestHandler):
         server_version, sys_version = "coordexp", ""
@@ -77,9 +60,9 @@ def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
                 # Another site could point its own name at this address. The port may be another one, forwarded.
                 self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
             elif address == "/stamp":
-                self._send("text/plain; charset=utf-8", compute_dump_stamp(pages.folder))
-            elif address in pages.makers:
-                self._send("text/html; charset=utf-8", pages.get(address))
+                self._send("text/plain; charset=utf-8", compute_dump_stamp(folder))
+            elif address in pages:
+                self._send("text/html; charset=utf-8", make_page(address))
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -108,14 +91,5 @@ def compute_dump_stamp(run: Path) -> str:
     parts = []
     for folder in dump_folders(run):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
-        parts.append(f"{len(names)}-{_total_size(folder / name for name in names[-GROWING_FILES:])}")
+        parts.append(f"{len(names)}-{sum((folder / name).stat().st_size for name in names[-GROWING_FILES:])}")
     return " ".join(parts)
-
-
-def _total_size(files: Iterable[Path]) -> int:
-    """Return the bytes of all files. One that does not exist, or disappears meanwhile, has none."""
-    total = 0
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size
-    return total

@@ -1,16 +1,15 @@
-"""The first look at a group of runs: headline numbers, and notes on what deserves attention.
+"""Notes on what deserves attention in a group of runs.
 
 A rule for notes yields sentences, none if there is nothing to report. The thresholds of all rules are listed
 below.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordexp.pages.charts import format_duration, format_number
 from coordexp.pages.curves import Steps, share_of_step
 from coordexp.pages.report_servers import ServerSummary, note_servers_out
 from coordexp.pages.run_folder import Run, RunGroup
@@ -34,42 +33,6 @@ EVALUATION_RATES = (
     ("eval_invalid", MAX_BAD_SHARE, "objects were invalid"),
     ("eval_duplicates", MAX_REPEATS, "valid objects were duplicates"),
 )
-TILES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("seconds", "wall time", format_duration),
-    ("loss", "last loss", format_number),
-    ("eval_f1_50", "F1", "{:.3f}".format),
-    ("eval_recall_50", "recall", "{:.3f}".format),
-    ("eval_precision_50", "precision", "{:.3f}".format),
-    ("eval_ap", "AP", "{:.3f}".format),
-)
-Tile = tuple[str, str, str]  # a headline number, its name, and a smaller remark
-
-
-def make_tiles(group: RunGroup) -> list[Tile]:
-    """Return means over the runs, each with the lowest and the highest. Numbers that no run has are left out."""
-    last = [run.series("loss").last_step for run in group.runs]
-    planned = group.runs[0].planned_steps
-    tiles = [(_describe_range(last, "{:,}".format), f"of {planned:,} steps" if planned else "steps", "")]
-    for metric, name, show in TILES:
-        tiles += _mean_tile(name, [run.series(metric).last for run in group.runs], show)
-    for phase, name in (("rollout", "of step time in rollouts"), ("waited", "of step time waiting")):
-        shares = [share_of_step(run.log, phase) for run in group.runs]
-        tiles += _mean_tile(name, [share or None for share in shares], "{:.0%}".format)
-    return tiles
-
-
-def _mean_tile(name: str, values: Iterable[float | None], show: Callable[[float], str]) -> list[Tile]:
-    known = [value for value in values if value is not None]
-    if not known:
-        return []
-    reach = _describe_range(known, show)
-    mean = show(sum(known) / len(known))
-    return [(mean, name, reach if reach != mean else "")]
-
-
-def _describe_range(values: Sequence[Any], show: Callable[[Any], str]) -> str:
-    low, high = show(min(values)), show(max(values))
-    return low if low == high else f"{low} to {high}"
 
 
 def make_notes(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -172,9 +173,13 @@ def validate(adapter: TypeAdapter[T], value: Any, where: str) -> T:
         first = error.errors(include_url=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
         place = place.removesuffix(".[key]").removeprefix(".")
-        expected = "an object is needed here" if first["type"] == "model_type" else first["msg"]
-        problem = f"{where}: {place} is {reprlib.repr(first['input'])}: {expected}"
-        raise DataError(problem, NOT_WRITTEN_BY_A_RUN) from error
+        expected = first["msg"].replace("Input", "it").removeprefix("Value error, ")
+        problem = f"is {reprlib.repr(first['input'])}: {expected}"
+        if first["type"] == "missing":
+            problem = "is missing"
+        elif first["type"] in ("model_type", "dict_type"):
+            problem = f"is {reprlib.repr(first['input'])}, not an object"
+        raise DataError(f"{where}: {place} {problem}", NOT_WRITTEN_BY_A_RUN) from error
 
 
 def _read_file(path: Path, parse: Callable[[str], Any], kind: type) -> Any:
@@ -237,11 +242,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[RunGroup, ...]:
             f"{len(members)} groups of runs with different settings",
             f"a page compares up to {len(LETTERS)}; give fewer runs",
         )
-    groups: list[RunGroup] = []
+    names: Counter[str] = Counter()
+    groups = []
     for letter, group in zip(LETTERS, members.values(), strict=False):
         name = _common_name([run.name for run in group.values()])
-        earlier = [_common_name([run.name for run in other.runs]) for other in groups].count(name)
-        groups.append(RunGroup(letter, f"{name} ({earlier + 1})" if earlier else name, tuple(group.values())))
+        names[name] += 1
+        unique = f"{name} ({names[name]})" if names[name] > 1 else name
+        groups.append(RunGroup(letter, unique, tuple(group.values())))
     return tuple(groups)
 
 
@@ -255,11 +262,9 @@ def _identify(run: Run) -> tuple[str, str]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
     prefix = os.path.commonprefix(names)  # noqa: RUF071, letter by letter is meant
     shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
-    return shared or f"{names[0]} and {len(names) - 1} more"
+    return names[0] if len(names) == 1 else shared or f"{names[0]} and {len(names) - 1} more"
 
 
 def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:
