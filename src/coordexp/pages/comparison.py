@@ -253,7 +253,7 @@ def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup
             run.series("eval_ap").at(step) for run, step in zip(group.runs, steps[group.letter], strict=True)
         ]
         means.append(sum(logged) / len(logged))
-    return [] if math.isnan(sum(means)) else [RateDifference("ap", *means, None, None, None)]
+    return [] if math.isnan(sum(means)) else [RateDifference("ap", means[0], means[1], None, None, None)]
 
 
 def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
@@ -308,7 +308,8 @@ def resample_sums(columns: Floats, resamples: int, seed: int) -> Floats:
         drawn = rng.integers(0, rows, (count, rows)) + np.arange(count)[:, None] * rows
         times = np.bincount(drawn.ravel(), minlength=count * rows).reshape(count, rows)
         parts.append(times.astype(float) @ columns)
-    return np.concatenate(parts)
+    sums: Floats = np.concatenate(parts)
+    return sums
 
 
 def _to_rates(sums: Floats, runs: int, names: int) -> Floats:

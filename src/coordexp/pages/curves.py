@@ -73,7 +73,8 @@ class Series:
 
     def at(self, step: int) -> float:
         """Return the value at a step, nan if there is none."""
-        return next(iter(self.values[self.steps == step].tolist()), math.nan)
+        values = self.values[self.steps == step]
+        return float(values[0]) if len(values) else math.nan
 
     def scale(self, factor: float) -> "Series":
         return Series(self.steps, self.values * factor)

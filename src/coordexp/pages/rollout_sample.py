@@ -310,7 +310,7 @@ def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> Iterator[dict[
     objects = parse_rollout(streams["ids"][answer.result["prompt_length"] :], table).objects if numbers else ()
     for n, number in enumerate(numbers):
         added = objects[number - 1]
-        obj = {"desc": added.desc, "kind": None, "bins": None}
+        obj: dict[str, Any] = {"desc": added.desc, "kind": None, "bins": None}
         if added.geometry is not None:
             obj |= {"kind": added.geometry.kind, "bins": list(added.geometry.bins)}
         owner, words = -2 - len(answer.truth) - n, f"several answers have it: added as object_{number}"
