@@ -83,14 +83,15 @@ def suggest(
     assert preds is not None
     from coordexp.data import RecordFile
     from coordexp.detect.suggestions import SuggestionRules, suggest_labels, write_suggestions
-    from coordexp.evaluate import read_checked_predictions
+    from coordexp.evaluate import read_predictions, read_truth
     from coordexp.evaluate.predictions import read_samples
     from coordexp.pages.document import save_page
     from coordexp.pages.suggestions import render_suggestions
 
     with progress(f"reading {preds}"):
         records = RecordFile(data, partial(err.print, markup=False))
-        truth, answers = read_checked_predictions(preds, records)
+        truth = read_truth(records)
+        answers = read_predictions(preds, truth)
         sampled = read_samples(preds, samples, [answer.image_id for answer in answers]) if samples else []
     with progress("comparing predictions with labels"):
         rules = SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive)

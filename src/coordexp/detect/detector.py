@@ -1,6 +1,5 @@
 """`Detector`: a model that detects objects in images, in a few lines of Python."""
 
-import itertools
 import json
 import warnings
 from collections.abc import Sequence
@@ -13,15 +12,13 @@ from numpy.typing import NDArray
 
 from coordexp.config.settings import AnswerFormatName
 from coordexp.detect.answering import (
+    Answering,
     AnswerOptions,
+    AskedModel,
     Backend,
-    Generator,
     check_model_folder,
     find_untrained_request,
-    make_answer,
     make_record,
-    read_questions,
-    start_backend,
 )
 from coordexp.detect.detections import Detections
 from coordexp.errors import DataError, UserError, explain, need_packages
@@ -77,34 +74,21 @@ class Detector:
         self.model, self.batch = find_model(model), batch
         check_model_folder(self.model)
         self._warned: set[str] = set()
-
-        from coordexp.answers.formats import load_format
-        from coordexp.rollout.prompt import PromptBuilder, load_processor
-
-        self._answer_format = load_format(self.model, answer_format)
-        self.options.check_format(self._answer_format.name)
-        self.questions = read_questions(self.model, None, self._answer_format.name)
-        table = self._answer_format.table
-        prompts = PromptBuilder(load_processor(self.model), self.questions.of_run)
-        self._generator: Generator
-        if server is not None:
-            from coordexp.detect.chat_server import ChatServerBackend
-
-            self._generator = ChatServerBackend(
-                server, prompts, table, batch=batch, api_key=api_key, served_model=served_model
+        asked = AskedModel.load(self.model, answer_format)
+        self.options.check_format(asked.answer_format.name)
+        generator = (
+            asked.connect(server, batch, api_key, served_model)
+            if server is not None
+            else asked.start(
+                backend or "hf",
+                batch,
+                max_length or _find_max_length(self.model, asked.prompts, max_new_tokens),
+                device,
+                dtype,
+                _engine_fixes() if backend == "vllm" else None,
             )
-            return
-        self._generator = start_backend(
-            backend or "hf",
-            self.model,
-            prompts,
-            table,
-            batch=batch,
-            max_length=max_length or _find_max_length(self.model, prompts, max_new_tokens),
-            device=device,
-            dtype=dtype,
-            fixes=_engine_fixes() if backend == "vllm" else None,
         )
+        self._answering = Answering(asked, generator, self.options)
 
     @overload
     def __call__(  # type: ignore[overload-overlap]  # a str is a sequence too
@@ -146,7 +130,7 @@ class Detector:
 
     def close(self) -> None:
         """End the engine or the connections. An engine also ends with the process."""
-        self._generator.close()
+        self._answering.generator.close()
 
     def __enter__(self) -> "Detector":
         return self
@@ -163,24 +147,17 @@ class Detector:
         expression: str | None,
         prompt: str | None,
     ) -> list[Detections]:
-        from coordexp.rollout.backend import Request
-
         results: list[Detections] = []
         for start in range(0, len(images), self.batch):
-            named = itertools.islice(enumerate(images, start=1), start, start + self.batch)
-            refs = [_open(image, number) for number, image in named]
-            records = [make_record(ref.path, ref.size, classes, expression, prompt) for ref in refs]
-            self._warn(find_untrained_request(self.model, records[0]))
-            decode = self.options.greedy()
-            requests = [
-                Request(ref, decode, question=self.questions.ask(record))
-                for ref, record in zip(refs, records, strict=True)
+            asked = []
+            for number, image in enumerate(images[start : start + self.batch], start=start + 1):
+                ref = _open(image, number)
+                asked.append((number, make_record(ref.path, ref.size, classes, expression, prompt), ref))
+            self._warn(find_untrained_request(self.model, asked[0][1]))
+            answers = self._answering.ask(asked)
+            results += [
+                Detections.of(answer, record) for answer, (_, record, _) in zip(answers, asked, strict=True)
             ]
-            for number, (record, rollout) in enumerate(
-                zip(records, self._generator.generate(requests), strict=True), start=start + 1
-            ):
-                answer = make_answer(number, record.image, rollout, self._answer_format, self.options.dedup)
-                results.append(Detections.of(answer, record))
         return results
 
     def _warn(self, message: str | None) -> None:

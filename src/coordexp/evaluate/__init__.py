@@ -6,9 +6,6 @@ answers on disk.
 
 from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, replace_scores
 from coordexp.evaluate.predictions import (
-    Predictions,
-    check_predictions,
-    read_checked_predictions,
     read_predictions,
     read_results,
     read_truth,
@@ -21,12 +18,9 @@ __all__ = [
     "Detection",
     "EvaluationReport",
     "ImageAnswer",
-    "Predictions",
-    "check_predictions",
     "count_by_image",
     "evaluate",
     "evaluate_results",
-    "read_checked_predictions",
     "read_predictions",
     "read_results",
     "read_truth",

@@ -20,7 +20,7 @@ from coordexp.data import GeometryKind, Record, RecordObject
 from coordexp.data.geometry import box_ring
 from coordexp.data.masks import decode_mask
 from coordexp.errors import DataError, explain
-from coordexp.evaluate.answer import NO_TEXT, CocoResult, Detection, ImageAnswer, bins_to_pixels
+from coordexp.evaluate.answer import NO_TEXT, Detection, ImageAnswer, bins_to_pixels
 from coordexp.evaluate.predictions import NAMING_RULE, Truth, category_ids, check_same_image
 
 
@@ -82,7 +82,7 @@ def compare_images(truth: Truth, answers: Sequence[ImageAnswer]) -> list[ImageCo
     return [_compare_image(image_id, record, by_id[image_id]) for image_id, record in truth]
 
 
-def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageComparison]:
+def compare_results(truth: Truth, results: Sequence[Detection]) -> list[ImageComparison]:
     """Return one comparison per image with the detections of another detector. An image without detections is one
     in which it found nothing. Raise DataError if a detection is about another image."""
     categories = {number: desc for desc, number in category_ids(truth).items()}
@@ -111,7 +111,7 @@ def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageCo
     return comparisons
 
 
-def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
+def to_shape(result: Detection, record: Record) -> Shape:
     x, y, width, height = result.bbox
     box = (x, y, x + width, y + height)
     match result.segmentation:
@@ -119,8 +119,8 @@ def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
             return Shape("bbox_2d", box)
         case [ring]:
             return Shape("poly", tuple(ring))
-        case list() | tuple() as rings:
-            parts = rle.frPyObjects([list(ring) for ring in rings], record.height, record.width)
+        case list() as rings:
+            parts = rle.frPyObjects(rings, record.height, record.width)
             return Shape("poly", box_ring(box), dict(rle.merge(parts)))
         case mask:
             with explain(ValueError, f"segmentation of an object in {record.image}", "write the masks again"):

@@ -19,7 +19,7 @@ import numpy as np
 from hotcoco import COCO, COCOeval
 from numpy.typing import NDArray
 
-from coordexp.evaluate.answer import CocoResult, Detection, ImageAnswer
+from coordexp.evaluate.answer import Detection, ImageAnswer
 from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT, Behaviour, observe, observe_image, true_classes
 from coordexp.evaluate.comparison import (
     ImageComparison,
@@ -73,9 +73,7 @@ class CocoScores:
     classes: dict[str, float | None]
 
 
-def coco_scores(
-    comparisons: Sequence[ImageComparison], detections: Sequence[Detection | CocoResult], kind: str
-) -> CocoScores:
+def coco_scores(comparisons: Sequence[ImageComparison], detections: Sequence[Detection], kind: str) -> CocoScores:
     """Return the numbers for boxes (`kind` is bbox) or masks (segm). A detection of a class that the ground truth
     does not have belongs to no category and is not counted."""
     categories = _category_ids(comparisons)
@@ -278,7 +276,7 @@ def evaluate(truth: Truth, answers: Sequence[ImageAnswer]) -> EvaluationReport:
     return _report(compare_images(truth, answers), partial(to_detections, answers, truth), notes)
 
 
-def evaluate_results(truth: Truth, results: Sequence[CocoResult]) -> EvaluationReport:
+def evaluate_results(truth: Truth, results: Sequence[Detection]) -> EvaluationReport:
     """Compare the detections of another detector with the ground truth. Rates that need answers are of nothing.
     Raise DataError if a detection is about an image that the ground truth does not have."""
     comparisons = compare_results(truth, results)
@@ -288,7 +286,7 @@ def evaluate_results(truth: Truth, results: Sequence[CocoResult]) -> EvaluationR
     return _report(comparisons, partial(iter, known), notes)
 
 
-def _note_unknown_categories(results: Sequence[CocoResult], known: set[int]) -> tuple[str, ...]:
+def _note_unknown_categories(results: Sequence[Detection], known: set[int]) -> tuple[str, ...]:
     unknown = [result.category_id for result in results if result.category_id not in known]
     if not unknown:
         return ()
@@ -301,7 +299,7 @@ def _note_unknown_categories(results: Sequence[CocoResult], known: set[int]) -> 
 
 def _report(
     comparisons: Sequence[ImageComparison],
-    detections: Callable[[], Iterator[Detection | CocoResult]],
+    detections: Callable[[], Iterator[Detection]],
     notes_on_answers: tuple[str, ...],
 ) -> EvaluationReport:
     matchings = [match_image(image) for image in comparisons]
@@ -370,7 +368,7 @@ def _note_unread(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
 
 
 def _coco(
-    comparisons: Sequence[ImageComparison], read_detections: Callable[[], Iterator[Detection | CocoResult]]
+    comparisons: Sequence[ImageComparison], read_detections: Callable[[], Iterator[Detection]]
 ) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
     """Return COCO's numbers for boxes and masks, and notes about them."""
     objects = [item for image in comparisons for item in image.predicted]

@@ -10,13 +10,7 @@ from pycocotools.cocoeval import COCOeval
 from coordexp.data import RecordFile
 from coordexp.detect.predicting import UnfinishedPredictions
 from coordexp.errors import DataError
-from coordexp.evaluate import (
-    check_predictions,
-    evaluate,
-    read_predictions,
-    read_truth,
-    write_predictions,
-)
+from coordexp.evaluate import evaluate, read_predictions, read_truth, write_predictions
 from coordexp.evaluate.answer import NO_IMAGE, drop_duplicates
 from coordexp.evaluate.behaviour import Rate
 from coordexp.evaluate.predictions import category_ids
@@ -47,9 +41,7 @@ def written(tmp_path):
 
 
 def test_what_is_written_reads_back(written):
-    predictions = read_predictions(written)
-    assert predictions.answers == ANSWERS
-    check_predictions(predictions, TRUTH)
+    assert read_predictions(written, TRUTH) == ANSWERS
 
 
 def test_detections_are_coco_results_in_pixels(written):
@@ -62,9 +54,10 @@ def test_detections_are_coco_results_in_pixels(written):
 
 
 def test_an_image_without_detections_has_an_answer_all_the_same(tmp_path):
-    write_predictions(tmp_path / "preds.json", [answer()], [(1, record())])
+    truth = [(1, record())]
+    write_predictions(tmp_path / "preds.json", [answer()], truth)
     assert json.loads((tmp_path / "preds.json").read_text()) == []
-    assert read_predictions(tmp_path / "preds.json").answers == (answer(),)
+    assert read_predictions(tmp_path / "preds.json", truth) == (answer(),)
 
 
 LINE = {"image_id": 1, "image": "a.png", "text": "{}", "finish_reason": "stop", "tokens": 3, "objects": []}
@@ -79,10 +72,8 @@ def test_duplicates_are_dropped_whatever_their_descs_are_and_stay_visible(tmp_pa
 
     write_predictions(tmp_path / "preds.json", [kept], TRUTH[:1])
     assert [item["desc"] for item in json.loads((tmp_path / "preds.json").read_text())] == ["cat", "leaf"]
-    predictions = read_predictions(tmp_path / "preds.json")
-    assert predictions.answers == (kept,)
-    check_predictions(predictions, TRUTH[:1])
-    report = evaluate(TRUTH[:1], predictions.answers)
+    assert read_predictions(tmp_path / "preds.json", TRUTH[:1]) == (kept,)
+    report = evaluate(TRUTH[:1], [kept])
     assert report.behaviour.rates["invalid"] == Rate(1, 3)
 
 
@@ -128,7 +119,7 @@ def test_pycocotools_finds_predictions_in_the_coco_file_that_was_imported(tmp_pa
     scores.accumulate()
     scores.summarize()
     assert scores.stats[1] == pytest.approx(1.0)
-    check_predictions(read_predictions(tmp_path / "preds.json"), truth)
+    assert read_predictions(tmp_path / "preds.json", truth) == tuple(answers)
     assert evaluate(truth, answers).metrics()["ap_50"] == pytest.approx(1.0)
 
 
