@@ -317,12 +317,12 @@ def make_record(
 ) -> "Record":
     """Return a record of an image without labels that asks for classes, for an expression or with a prompt. Raise
     UserError if this request contradicts itself."""
-    from coordexp.data.records import Record, read_request
+    from coordexp.data.records import Record, check_request
 
-    names = [classes] if isinstance(classes, str) else classes
-    given = {"classes": names, "expression": expression, "prompt": prompt}
+    names = (classes,) if isinstance(classes, str) else None if classes is None else tuple(classes)
+    record = Record(image, *size, "pixel", (), classes=names, expression=expression, prompt=prompt)
     try:
-        request = read_request({name: value for name, value in given.items() if value is not None})
+        check_request(record)
     except ValueError as error:
         raise UserError(str(error), "give classes or an expression or neither, and each class once") from error
-    return Record(image, *size, "pixel", (), **request)
+    return record
