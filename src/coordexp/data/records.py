@@ -30,7 +30,7 @@ import os
 import re
 import reprlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeVar, get_args
@@ -71,8 +71,7 @@ SPACES: tuple[Space, ...] = get_args(Space)
 _SIDES = {"unit": 1.0, "norm1000": 1000.0, "bin": BINS - 1.0}  # of an image in the spaces that are not pixels
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
-SHOWN_PROBLEMS = 3  # wrong values that a message names
-SHOWN_KEYS = 6  # missing or unknown keys that a message names
+SHOWN_PROBLEMS = 6  # that a message names
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
 _COCO = rb'\s*\{\s*"(info"\s*:\s*\{|(images|annotations|categories|licenses)"\s*:\s*\[\s*[{\]])'
 # How files begin that are not of records, what they are, and what to do.
@@ -386,23 +385,9 @@ def check_value(kind: TypeAdapter[T], value: Any) -> T:
 
 def describe_problems(error: ValidationError) -> str:
     """Return in one line what is wrong with a JSON value that pydantic refused."""
-    missing, unknown = list[tuple[int | str, ...]](), list[tuple[int | str, ...]]()
-    others = list[ErrorDetails]()
-    for problem in error.errors(include_url=False):
-        if problem["type"] in _UNKNOWN_KEY:
-            unknown.append(problem["loc"])
-        elif _is_missing_key(problem):
-            missing.append(problem["loc"])
-        else:
-            others.append(problem)
-    parts = [
-        f"{title}: {_join([_format_place(place) for place in sorted(places)], ', ', SHOWN_KEYS)}"
-        for title, places in (("missing keys", missing), ("unknown keys", unknown))
-        if places
-    ]
-    if others:
-        parts.append(_join([_describe_problem(problem) for problem in others], "; ", SHOWN_PROBLEMS))
-    return "; ".join(parts)
+    problems = error.errors(include_url=False)
+    shown, more = "; ".join(map(_describe_problem, problems[:SHOWN_PROBLEMS])), len(problems) - SHOWN_PROBLEMS
+    return f"{shown}; and {more} more" if more > 0 else shown
 
 
 def _object_hint(error: ValidationError) -> str:
@@ -412,24 +397,16 @@ def _object_hint(error: ValidationError) -> str:
     return "; an object has desc, one of bbox_2d and poly, and may have category_id and meta" if wrong else ""
 
 
-def _is_missing_key(problem: ErrorDetails) -> bool:
-    """Return True if a key is missing, and not an element of a list that is too short."""
-    return problem["type"] == "missing" and isinstance(problem["loc"][-1], str)
-
-
-def _join(texts: Sequence[str], separator: str, most: int) -> str:
-    more = len(texts) - most
-    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
-
-
 def _describe_problem(problem: ErrorDetails) -> str:
-    place = _format_place(problem["loc"])
-    if problem["type"] in ("dict_type", "dataclass_type"):
-        return f"{place or 'this'} is not a JSON object"
-    if problem["type"] == "value_error":  # raised by a class of this package
+    place, kind = _format_place(problem["loc"]) or "this", problem["type"]
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind in _UNKNOWN_KEY:
+        return f"{place} is an unknown key"
+    if kind in ("dict_type", "dataclass_type"):
+        return f"{place} is not a JSON object"
+    if kind == "value_error":  # raised by a class of this package
         return f"{place}: {problem['ctx']['error']}"
-    if problem["type"] == "missing":
-        return f"{_format_place(problem['loc'][:-1])} {reprlib.repr(problem['input'])}: it has too few items"
     rule = problem["msg"]
     for words, plain_words in _PLAIN_WORDS.items():
         rule = rule.replace(words, plain_words)

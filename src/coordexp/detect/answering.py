@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from coordexp.evaluate.predictions import Truth
     from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
     from coordexp.rollout.prompt import PromptBuilder
-    from coordexp.rollout.start import EngineFixes
 
 Backend = Literal["hf", "vllm"]
 # The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
@@ -151,7 +150,6 @@ class AskedModel:
         max_length: int,
         device: str | None = None,
         dtype: str | None = None,
-        fixes: "EngineFixes | None" = None,
     ) -> Generator:
         """Load the model, or start an engine with it that takes `max_length` tokens of prompt and answer together.
         Unset, `device` is the GPU if there is one, and `dtype` that of the checkpoint, or float32 on a CPU."""
@@ -161,7 +159,7 @@ class AskedModel:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or ("float32" if device == "cpu" else "auto")
         if backend == "vllm":
-            from coordexp.rollout.generate import COMMAND_FIXES, VllmBackend
+            from coordexp.rollout.generate import VllmBackend
 
             return VllmBackend(
                 self.folder,
@@ -171,7 +169,6 @@ class AskedModel:
                 batch=batch,
                 dtype=dtype,
                 gpu_share=0.9,
-                fixes=fixes or COMMAND_FIXES,
             )
         from coordexp.families import load_model
         from coordexp.rollout.hugging_face import HuggingFaceBackend

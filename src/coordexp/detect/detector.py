@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union, overload
@@ -32,7 +32,12 @@ if TYPE_CHECKING:
 
 ImageSource = Union[str, Path, "Image", NDArray[np.uint8]]
 QUESTION_TOKENS = 1024  # room for a question in the length of an engine, if the user sets no length
-OR_HF = 'or use backend="hf", which needs no engine'
+# The arguments that have no effect with a server, and with each backend.
+WITHOUT_EFFECT = {
+    "server": ("backend", "device", "dtype", "max_length"),
+    "hf": ("api_key", "served_model", "max_length"),
+    "vllm": ("api_key", "served_model", "device"),
+}
 
 
 class Detector:
@@ -69,7 +74,8 @@ class Detector:
     ) -> None:
         self.options = AnswerOptions(max_new_tokens, stop_bias, dedup)
         self.options.check()
-        _check_arguments(backend, server, api_key, served_model, batch, device, dtype, max_length)
+        given = {"backend": backend, "device": device, "dtype": dtype, "max_length": max_length}
+        _check_arguments(server, batch, given | {"api_key": api_key, "served_model": served_model})
         need_packages("Detector", "torch", "transformers", "PIL", "httpx", extra="train")
         self.model, self.batch = find_model(model), batch
         check_model_folder(self.model)
@@ -85,7 +91,6 @@ class Detector:
                 max_length or _find_max_length(self.model, asked.prompts, max_new_tokens),
                 device,
                 dtype,
-                _engine_fixes() if backend == "vllm" else None,
             )
         )
         self._answering = Answering(asked, generator, self.options)
@@ -194,28 +199,14 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
     return ImageRef(f"image {number}", *upright.size, upright)
 
 
-def _check_arguments(
-    backend: Backend | None,
-    server: str | None,
-    api_key: str | None,
-    served_model: str | None,
-    batch: int,
-    device: str | None,
-    dtype: str | None,
-    max_length: int | None,
-) -> None:
+def _check_arguments(server: str | None, batch: int, given: Mapping[str, Any]) -> None:
     """Raise UserError for an argument that is impossible or has no effect."""
-    if backend not in (None, "hf", "vllm"):
-        raise UserError(f"backend {backend!r} is unknown", 'use "hf" or "vllm", or give a server')
+    if given["backend"] not in (None, "hf", "vllm"):
+        raise UserError(f"backend {given['backend']!r} is unknown", 'use "hf" or "vllm", or give a server')
     if batch < 1:
         raise UserError(f"batch {batch} is not a number of images above 0")
-    asked = "server" if server is not None else (backend or "hf")
-    without_effect: dict[str, dict[str, Any]] = {
-        "server": {"backend": backend, "device": device, "dtype": dtype, "max_length": max_length},
-        "hf": {"api_key": api_key, "served_model": served_model, "max_length": max_length},
-        "vllm": {"api_key": api_key, "served_model": served_model, "device": device},
-    }
-    if names := [name for name, value in without_effect[asked].items() if value is not None]:
+    asked = "server" if server is not None else (given["backend"] or "hf")
+    if names := [name for name in WITHOUT_EFFECT[asked] if given[name] is not None]:
         raise UserError(f"{' and '.join(names)}: no effect with {asked}", "leave it out")
 
 
@@ -228,16 +219,3 @@ def _find_max_length(model: Path, prompts: "PromptBuilder", max_new_tokens: int)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     needed = most_image_tokens(prompts.processor) + QUESTION_TOKENS + max_new_tokens
     return min(needed, positions) if isinstance(positions, int) else needed
-
-
-def _engine_fixes() -> Any:
-    from coordexp.rollout.start import EngineFixes
-
-    return EngineFixes(
-        length=f"give a lower max_length, {OR_HF}",
-        cache=f"give a lower max_length or a lower batch, {OR_HF}",
-        memory=f"free memory on this device, {OR_HF}",
-        parallel=f"use a GPU that this model fits, {OR_HF}",
-        unknown=f"what vLLM has printed may say more; if it is memory, give a lower max_length or batch; {OR_HF}",
-        failed=f"if it is memory, give a lower batch, {OR_HF}",
-    )
