@@ -17,11 +17,10 @@ from coordexp.detect.answering import (
     AnswerOptions,
     AskedModel,
     Backend,
-    check_model_folder,
     find_untrained_request,
+    find_whole_model,
 )
 from coordexp.errors import UserError
-from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.detect.predicting import Source, UnfinishedPredictions
@@ -112,8 +111,7 @@ def predict(
     need("torch", "transformers", *(("httpx",) if server else ()), extra="train")
     if backend == "vllm":
         need("vllm", extra="vllm")
-    model = find_model(model)
-    check_model_folder(model)
+    model = find_whole_model(model)
     sources = [*(images or ()), *(more_images or ())]
     source = _read_records(data) if data else _read_images(sources, names, expression, prompt)
     selected = source.images[:limit]

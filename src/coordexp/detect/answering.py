@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coordexp.config.settings import AnswerFormatName, Custom
 from coordexp.errors import DataError, UserError
+from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.answers.formats import AnswerFormat
@@ -264,10 +265,11 @@ def _image_problem(image: "ImageRef") -> DataError | None:
     return None
 
 
-def check_model_folder(model: Path) -> None:
-    """Raise UserError unless the folder has a whole model."""
+def find_whole_model(name: str | Path) -> Path:
+    """Return the folder of a model, as `find_model` finds it. Raise UserError unless it has a whole model."""
+    model = find_model(name)
     if (model / "config.json").is_file():
-        return
+        return model
     checkpoints = sorted(path.name for path in model.glob("checkpoint-*"))
     fix = "give a model folder; merge an adapter first (coordexp model merge)"
     if checkpoints:

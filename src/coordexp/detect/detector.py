@@ -16,13 +16,12 @@ from coordexp.detect.answering import (
     AnswerOptions,
     AskedModel,
     Backend,
-    check_model_folder,
     find_untrained_request,
+    find_whole_model,
     make_record,
 )
 from coordexp.detect.detections import Detections
 from coordexp.errors import DataError, UserError, explain, need_packages
-from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,8 +76,7 @@ class Detector:
         given = {"backend": backend, "device": device, "dtype": dtype, "max_length": max_length}
         _check_arguments(server, batch, given | {"api_key": api_key, "served_model": served_model})
         need_packages("Detector", "torch", "transformers", "PIL", "httpx", extra="train")
-        self.model, self.batch = find_model(model), batch
-        check_model_folder(self.model)
+        self.model, self.batch = find_whole_model(model), batch
         self._warned: set[str] = set()
         asked = AskedModel.load(self.model, answer_format)
         self.options.check_format(asked.answer_format.name)
@@ -129,9 +127,20 @@ class Detector:
         the model is asked for all objects, as in its training; with `classes` or `expression` for these only, and
         with `prompt` in other words, which may contain {classes} or {expression}. Raise DataError if an image
         cannot be read."""
-        if not isinstance(images, Sequence) or isinstance(images, str):
-            return self._detect([images], classes, expression, prompt)[0]
-        return self._detect(images, classes, expression, prompt)
+        is_one = not isinstance(images, Sequence) or isinstance(images, str)
+        given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment,list-item]
+        results: list[Detections] = []
+        for start in range(0, len(given), self.batch):
+            asked = []
+            for number, image in enumerate(given[start : start + self.batch], start=start + 1):
+                ref = _open(image, number)
+                asked.append((number, make_record(ref.path, ref.size, classes, expression, prompt), ref))
+            self._warn(find_untrained_request(self.model, asked[0][1]))
+            answers = self._answering.ask(asked)
+            results += [
+                Detections.of(answer, record) for answer, (_, record, _) in zip(answers, asked, strict=True)
+            ]
+        return results[0] if is_one else results
 
     def close(self) -> None:
         """End the engine or the connections. An engine also ends with the process."""
@@ -145,31 +154,11 @@ class Detector:
     ) -> None:
         self.close()
 
-    def _detect(
-        self,
-        images: Sequence[ImageSource],
-        classes: Sequence[str] | None,
-        expression: str | None,
-        prompt: str | None,
-    ) -> list[Detections]:
-        results: list[Detections] = []
-        for start in range(0, len(images), self.batch):
-            asked = []
-            for number, image in enumerate(images[start : start + self.batch], start=start + 1):
-                ref = _open(image, number)
-                asked.append((number, make_record(ref.path, ref.size, classes, expression, prompt), ref))
-            self._warn(find_untrained_request(self.model, asked[0][1]))
-            answers = self._answering.ask(asked)
-            results += [
-                Detections.of(answer, record) for answer, (_, record, _) in zip(answers, asked, strict=True)
-            ]
-        return results
-
     def _warn(self, message: str | None) -> None:
         """Show a warning once."""
         if message is not None and message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=3)
 
 
 def _open(source: ImageSource, number: int) -> "ImageRef":
