@@ -42,8 +42,7 @@ def suggest(
         bool, typer.Option("--new-classes", help="Also suggest classes that no label of the data has.")
     ] = False,
     ignore_exhaustive: Annotated[
-        bool,
-        typer.Option("--ignore-exhaustive", help="Also suggest classes that a record lists as `exhaustive`."),
+        bool, typer.Option("--ignore-exhaustive", help="Also suggest classes that a record lists as `exhaustive`.")
     ] = False,
     page_limit: Annotated[int, typer.Option(min=1, help="Suggestions on the page, the best ones.")] = 5000,
     images: Annotated[

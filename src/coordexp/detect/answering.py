@@ -145,12 +145,7 @@ class AskedModel:
         return max(lengths, default=0)
 
     def start(
-        self,
-        backend: Backend,
-        batch: int,
-        max_length: int,
-        device: str | None = None,
-        dtype: str | None = None,
+        self, backend: Backend, batch: int, max_length: int, device: str | None = None, dtype: str | None = None
     ) -> Generator:
         """Load the model, or start an engine with it that takes `max_length` tokens of prompt and answer together.
         Unset, `device` is the GPU if there is one, and `dtype` that of the checkpoint, or float32 on a CPU."""
@@ -163,13 +158,7 @@ class AskedModel:
             from coordexp.rollout.generate import VllmBackend
 
             return VllmBackend(
-                self.folder,
-                self.prompts,
-                table,
-                max_length=max_length,
-                batch=batch,
-                dtype=dtype,
-                gpu_share=0.9,
+                self.folder, self.prompts, table, max_length=max_length, batch=batch, dtype=dtype, gpu_share=0.9
             )
         from coordexp.families import load_model
         from coordexp.rollout.hugging_face import HuggingFaceBackend

@@ -5,12 +5,7 @@ answers on disk.
 """
 
 from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, replace_scores
-from coordexp.evaluate.predictions import (
-    read_predictions,
-    read_results,
-    read_truth,
-    write_predictions,
-)
+from coordexp.evaluate.predictions import read_predictions, read_results, read_truth, write_predictions
 from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate, evaluate_results
 
 __all__ = [

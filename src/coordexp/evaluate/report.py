@@ -358,9 +358,7 @@ def _count_image(
     return counts
 
 
-def _coco(
-    comparisons: Sequence[ImageComparison],
-) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
+def _coco(comparisons: Sequence[ImageComparison]) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
     """Return COCO's numbers for boxes and masks, and notes about them."""
     objects = [item for image in comparisons for item in image.predicted]
     if not any(image.true for image in comparisons):
