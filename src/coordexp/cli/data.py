@@ -125,18 +125,18 @@ def clean_file(
     from coordexp.data.doctor.clean import clean
 
     with progress(f"reading {file}") as show:
-        report = clean(
+        cleaned, dropped = clean(
             file,
             target,
             look=_image_reader(images),
             notify=lambda share: show(f"{share:.0%}"),
             processes=_processors(),
         )
-    for kind in report.dropped:
-        line = Text("dropped", style="red").append(f" {kind.count:>9,}  {kind.what}  ", style="default")
-        out.print(line.append(sanitize(str(kind.first)), style="dim"))
-    changed = f", {report.changed:,} of them with fewer objects" if report.changed else ""
-    out.print(f"wrote {target}: {report.records:,} records{changed}, {report.objects:,} objects", markup=False)
+    for kind in dropped:
+        line = Text("dropped", style="red").append(f" {kind.count:>9,}  {kind.problem}  ", style="default")
+        out.print(line.append(sanitize(str(kind.places[0])), style="dim"))
+    changed = f", {cleaned.changed:,} of them with fewer objects" if cleaned.changed else ""
+    out.print(f"wrote {target}: {cleaned.records:,} records{changed}, {cleaned.objects:,} objects", markup=False)
 
 
 @app.command("split")

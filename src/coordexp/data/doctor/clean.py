@@ -15,7 +15,7 @@ from pathlib import Path
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions
 from coordexp.data.doctor.examine import CheckedLine, ReadImage, check_lines, read_parts
 from coordexp.data.records import Record
-from coordexp.errors import DataError, Place
+from coordexp.errors import DataError, Finding, Place
 from coordexp.files import write_parts
 from coordexp.tasks import ignore
 
@@ -26,28 +26,10 @@ NO_CLASSES = "record that asks only for classes whose objects were dropped"
 Removal = tuple[str, int, str]  # what was dropped, the line, and the detail
 
 
-@dataclass(frozen=True)
-class DroppedKind:
-    """The records or objects that were dropped for one reason: how many, and the first place."""
-
-    what: str
-    count: int
-    first: Place
-
-
-@dataclass(frozen=True)
-class CleanReport:
-    """`changed` are the records that lost some of their objects."""
-
-    records: int
-    objects: int
-    changed: int
-    dropped: tuple[DroppedKind, ...]
-
-
 @dataclass
-class CleanPart:
-    """The result of reading a part of a file. Lines are numbered from 1 in each part."""
+class Cleaned:
+    """What is left of a part of a file, or of the whole, and what was dropped. Lines are numbered from 1 in each
+    part. `changed` are the records that lost some of their objects."""
 
     records: int = 0
     objects: int = 0
@@ -64,18 +46,19 @@ def clean(
     look: ReadImage | None = None,
     notify: Callable[[float], None] = ignore,
     processes: int = 1,
-) -> CleanReport:
-    """Write the records and objects of a file that can be used to `target`, and return what was dropped. `look`
-    reads the facts of an image file; without it, image files are not opened. `notify` is called with the share of
-    the file that has been read. Raise DataError, and write nothing, if the whole file is suspect."""
+) -> tuple[Cleaned, list[Finding]]:
+    """Write the records and objects of a file that can be used to `target`. Return their counts, and what was
+    dropped, with its count and first place. `look` reads the facts of an image file; without it, image files are
+    not opened. `notify` is called with the share of the file that has been read. Raise DataError, and write
+    nothing, if the whole file is suspect."""
 
-    def clean_part(lines: Sequence[bytes]) -> CleanPart:
-        part = CleanPart()
+    def clean_part(lines: Sequence[bytes]) -> Cleaned:
+        part = Cleaned()
         for line in check_lines(lines, path.parent, look):
             _add_line(part, line)
         return part
 
-    whole, counts, firsts = CleanPart(), Counter[str](), dict[str, Place]()
+    whole, counts, firsts = Cleaned(), Counter[str](), dict[str, Place]()
     with write_parts(target) as write:
         for before, part in read_parts(path, clean_part, processes, notify):
             write(part.text)
@@ -93,16 +76,11 @@ def clean(
             raise DataError(
                 f"{path}: no record would be left, so nothing was written", "see `coordexp data doctor`"
             )
-    dropped = tuple(DroppedKind(what, count, firsts[what]) for what, count in sorted(counts.items(), key=_rank))
-    return CleanReport(whole.records, whole.objects, whole.changed, dropped)
+    ranked = sorted(counts, key=lambda what: (-counts[what], what))
+    return whole, [Finding("note", "", what, count=counts[what], places=(firsts[what],)) for what in ranked]
 
 
-def _rank(entry: tuple[str, int]) -> tuple[int, str]:
-    what, count = entry
-    return -count, what
-
-
-def _add_line(part: CleanPart, line: CheckedLine) -> None:
+def _add_line(part: Cleaned, line: CheckedLine) -> None:
     """Add a record without the objects that have a problem, unless it has one as a whole."""
     record, text = line.record, line.text
     if isinstance(record, Record):
