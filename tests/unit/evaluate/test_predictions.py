@@ -53,16 +53,6 @@ def test_detections_are_coco_results_in_pixels(written):
     assert leaf["segmentation"][0][:2] == pytest.approx([5.005, 5.005], abs=1e-3)
 
 
-def test_an_image_without_detections_has_an_answer_all_the_same(tmp_path):
-    truth = [(1, record())]
-    write_predictions(tmp_path / "preds.json", [answer()], truth)
-    assert json.loads((tmp_path / "preds.json").read_text()) == []
-    assert read_predictions(tmp_path / "preds.json", truth) == (answer(),)
-
-
-LINE = {"image_id": 1, "image": "a.png", "text": "{}", "finish_reason": "stop", "tokens": 3, "objects": []}
-
-
 def test_duplicates_are_dropped_whatever_their_descs_are_and_stay_visible(tmp_path):
     first, copy, beside = prediction("cat", BOX), prediction("dog", BOX, 0.9), prediction("leaf", FAR)
     whole = answer(first, invalid_object(), copy, beside, text="as it was")
@@ -75,11 +65,6 @@ def test_duplicates_are_dropped_whatever_their_descs_are_and_stay_visible(tmp_pa
     assert read_predictions(tmp_path / "preds.json", TRUTH[:1]) == (kept,)
     report = evaluate(TRUTH[:1], [kept])
     assert report.behaviour.rates["invalid"] == Rate(1, 3)
-
-
-def test_an_answer_of_which_nothing_was_dropped_has_the_keys_of_earlier_releases(written):
-    lines = written.with_suffix(".answers.jsonl").read_text().splitlines()
-    assert {name for line in lines for name in json.loads(line)} == set(LINE)
 
 
 def with_ids(record, image_id, *category_ids):
