@@ -88,7 +88,7 @@ _PLAIN_WORDS = {"Tuple": "List", "valid tuple": "list", "valid list": "list", " 
 _Side = Annotated[int, Strict(), Field(gt=0)]
 Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
 _Words = Annotated[str, Strict()]
-_Meta = Mapping[str, Any]  # the user's own keys
+_Meta = dict[str, Any]  # the user's own keys
 _Coordinates = list[Annotated[float, Strict(), Field(gt=-LARGEST, lt=LARGEST)]]
 
 
@@ -100,7 +100,7 @@ class ObjectLine(TypedDict):
     bbox_2d: NotRequired[_Coordinates]
     poly: NotRequired[_Coordinates]
     category_id: NotRequired[Id]
-    meta: NotRequired[dict[str, Any]]
+    meta: NotRequired[_Meta]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ the `category_id` of its objects, or else a number of its own. Reading is strict
 
 import itertools
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -250,8 +251,8 @@ def read_predictions(path: Path, truth: Truth) -> tuple[ImageAnswer, ...]:
     for k, (listed, derived) in enumerate(zip(detections, expected, strict=True)):
         if listed != json.loads(derived):
             raise DataError(
-                f"{path}: detection [{k}] is {to_json(listed)}, but according to the answers and the data it is "
-                f"{derived}",
+                f"{path}: detection [{k}] is {reprlib.repr(listed)}, but according to the answers and the data it "
+                f"is {derived}",
                 "give the data that was predicted on; these files do not belong together",
             )
     return answers
