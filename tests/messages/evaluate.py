@@ -164,7 +164,7 @@ def a_request_to_the_detector(folder, words):
 
 
 @provoke(
-    *("127.0.0.1:8000", "file:///etc/passwd", "http://me:word@host", "http://host/other/path", "http://host:port"),
+    *("127.0.0.1:8000", "file:///etc/passwd", "http://me:word@host", "http://host:port"),
 )
 def the_address_of_a_chat_server(folder, url):
     normalise_url(url)
