@@ -128,7 +128,7 @@ class Detector:
         with `prompt` in other words, which may contain {classes} or {expression}. Raise DataError if an image
         cannot be read."""
         is_one = not isinstance(images, Sequence) or isinstance(images, str)
-        given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment,list-item]
+        given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment]
         results: list[Detections] = []
         for start in range(0, len(given), self.batch):
             asked = []
