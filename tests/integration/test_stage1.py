@@ -250,7 +250,7 @@ def make_thin(data: Path) -> None:
             ),
             "the record says 640 x 64, the image is 64 x 64",
         ),
-        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: image is missing"),
+        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: missing keys: height"),
     ],
 )
 def test_faults_of_the_data_are_told_without_a_traceback(parts, tmp_path, spoil, words):
