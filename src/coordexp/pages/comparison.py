@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,10 @@ from numpy.typing import NDArray
 from coordexp.errors import DataError
 from coordexp.pages.curves import Floats
 from coordexp.pages.run_folder import MANIFEST, DataFile, Run, RunGroup
+
+if TYPE_CHECKING:
+    from coordexp.evaluate import ImageAnswer
+    from coordexp.evaluate.predictions import Truth
 
 LEVEL = 0.95
 SEED = 20_250  # of the resamples, so that the same page comes out again
@@ -99,7 +104,7 @@ def compare_groups(
     each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
     fit."""
     from coordexp.data import open_data
-    from coordexp.evaluate import count_by_image, read_predictions, read_truth
+    from coordexp.evaluate import count_by_image, read_truth
 
     steps = {group.letter: tuple(choose_step(run, step) for run in group.runs) for group in groups}
     truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
@@ -108,13 +113,13 @@ def compare_groups(
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
             notify(f"{run.name}, step {at}")
-            answers = read_predictions(run.folder / "evaluations" / f"step-{at}.json", truth)
-            answered = {answer.image_id: run.name for answer in answers}
+            predictions = _read_predictions(run, at, truth)
+            answered = {answer.image_id: run.name for answer in predictions}
             evaluated = evaluated or answered
             if answered.keys() != evaluated.keys():
                 raise _different_images(evaluated, answered)
             images = [(image_id, record) for image_id, record in truth if image_id in answered]
-            counts.setdefault(group.letter, []).append(count_by_image(images, answers))
+            counts.setdefault(group.letter, []).append(count_by_image(images, predictions))
     notify(f"{resamples} resamples")
     base = groups[0]
     comparisons = tuple(
@@ -221,6 +226,16 @@ def _find_val_data(logged: Run) -> DataFile:
             "leave out the comparison with --at none",
         )
     return logged.data["val"]
+
+
+def _read_predictions(run: Run, step: int, truth: "Truth") -> "tuple[ImageAnswer, ...]":
+    from coordexp.evaluate import read_predictions
+
+    path = run.folder / "evaluations" / f"step-{step}.json"
+    try:
+        return read_predictions(path, truth)
+    except DataError as error:  # it does not name the run
+        raise DataError(f"{path}: {error.problem}", error.fix) from error
 
 
 def _value_at(run: Run, metric: str, step: int) -> float | None:
