@@ -254,10 +254,8 @@ def _describe_data(report: "DataReport") -> dict[str, Any]:
         "classes": dict(facts.classes.most_common()),
         "objects_of_uncounted_classes": facts.uncounted,
         "sides_in_bins": {
-            "median": facts.sizes.median,
-            "histogram": [
-                {"from": low, "below": high, "objects": count} for low, high, count in facts.sizes.histogram
-            ],
+            "median": report.median_side,
+            "histogram": [{"from": low, "below": high, "objects": count} for low, high, count in report.histogram],
         },
         "tokens": report.tokens and asdict(report.tokens),
         "example_tokens": report.examples and asdict(report.examples),
@@ -272,10 +270,9 @@ def _print_report(report: "DataReport", max_length: int | None) -> None:
         more = f", {facts.uncounted:,} objects of other classes" if facts.uncounted else ""
         out.print(Text(f"classes: {len(classes):,}, {rare:,} of them with fewer than {RARE} objects{more}"))
         _print_bars([(sanitize(desc), count) for desc, count in classes.most_common(SHOWN_CLASSES)], facts.objects)
-    if facts.sizes.median is not None:
-        out.print(f"sides of objects, in bins: median {facts.sizes.median}")
-        rows = [(f"{low} to {high - 1}", count) for low, high, count in facts.sizes.histogram]
-        _print_bars(rows, facts.objects)
+    if report.median_side is not None:
+        out.print(f"sides of objects, in bins: median {report.median_side}")
+        _print_bars([(f"{low} to {high - 1}", count) for low, high, count in report.histogram], facts.objects)
     if tokens := report.tokens:
         per_object = f"; {tokens.per_object:.1f} per object" if facts.objects else ""
         more = "" if report.examples else " (image and prompt come on top: --config counts them)"

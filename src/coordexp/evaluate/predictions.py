@@ -245,14 +245,14 @@ def read_predictions(path: Path, truth: Truth) -> tuple[ImageAnswer, ...]:
     expected = [to_json(detection.as_dict()) for detection in to_detections(answers, truth)]
     if len(expected) != len(detections):
         raise DataError(
-            f"{len(detections)} detections, but {len(expected)} valid objects in the answers",
+            f"{path}: {len(detections)} detections, but {len(expected)} valid objects in the answers",
             "use two files of the same run",
         )
     for k, (listed, derived) in enumerate(zip(detections, expected, strict=True)):
         if listed != json.loads(derived):
             raise DataError(
-                f"detection [{k}] is {reprlib.repr(listed)}, but according to the answers and the data it is "
-                f"{derived}",
+                f"{path}: detection [{k}] is {reprlib.repr(listed)}, but according to the answers and the data it "
+                f"is {derived}",
                 "give the data that was predicted on; these files do not belong together",
             )
     return answers

@@ -113,7 +113,7 @@ def generate_rollouts(
     with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
         try:
             outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
-        except KeyboardInterrupt:  # for example in a notebook: the next call would get these answers too
+        except BaseException:  # for example Ctrl-C in a notebook: the next call would get these answers too
             running = engine.llm_engine.output_processor.request_states
             engine.llm_engine.abort_request(list(running), internal=True)
             raise

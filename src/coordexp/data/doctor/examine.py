@@ -88,28 +88,13 @@ def quantile(counts: Counter[int], share: float) -> int | None:
     return None
 
 
-@dataclass
-class Sizes:
-    """How many objects have which side, in bins. The side is the square root of width times height."""
-
-    sides: Counter[int] = field(default_factory=Counter)
-
-    def add(self, record: Record) -> None:
-        scale = (BINS - 1) / math.sqrt(record.extent[0] * record.extent[1])
-        for item in record.objects:
-            xs, ys = item.coords[::2], item.coords[1::2]
-            side = scale * math.sqrt((max(xs) - min(xs)) * (max(ys) - min(ys)))
-            self.sides[min(BINS - 1, round(side))] += 1
-
-    @property
-    def median(self) -> int | None:
-        return quantile(self.sides, 0.5)
-
-    @property
-    def histogram(self) -> tuple[tuple[int, int, int], ...]:
-        """The number of objects per range of sides, as (lowest side, end of the range, objects)."""
-        sides = self.sides
-        return tuple((low, high, sum(sides[side] for side in range(low, high))) for low, high in pairwise(STEPS))
+def measure_sides(record: Record) -> Iterator[int]:
+    """Yield the side of each object in bins: the square root of width times height."""
+    scale = (BINS - 1) / math.sqrt(record.extent[0] * record.extent[1])
+    for item in record.objects:
+        xs, ys = item.coords[::2], item.coords[1::2]
+        side = scale * math.sqrt((max(xs) - min(xs)) * (max(ys) - min(ys)))
+        yield min(BINS - 1, round(side))
 
 
 # An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
@@ -129,7 +114,7 @@ class Facts:
     uncounted: int = 0
     classes: Counter[str] = field(default_factory=Counter)  # the objects of each class
     boxes: Counter[str] = field(default_factory=Counter)  # those of them that are boxes
-    sizes: Sizes = field(default_factory=Sizes)
+    sides: Counter[int] = field(default_factory=Counter)  # objects by their side in bins
     answers: Lengths = field(default_factory=Counter)
     examples: Lengths = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)  # by code
@@ -160,7 +145,7 @@ class Facts:
                 self.boxes[desc] += part.boxes[desc]
             else:
                 self.uncounted += count
-        self.sizes.sides.update(part.sizes.sides)
+        self.sides.update(part.sides)
         self.answers.update(part.answers)
         self.examples.update(part.examples)
         self.problems.update(part.problems)
@@ -182,8 +167,9 @@ class Facts:
             if len(variants) > 1:
                 shown = [f"{desc!r} ({self.classes[desc]:,})" for desc in variants[:4]]
                 yield Problem("desc-spelling", ", ".join(shown))
-        if self.sizes.median is not None and self.sizes.median < SMALL:
-            yield Problem("small-objects", f"median side {self.sizes.median} of {BINS:,} bins")
+        median = quantile(self.sides, 0.5)
+        if median is not None and median < SMALL:
+            yield Problem("small-objects", f"median side {median} of {BINS:,} bins")
 
 
 @dataclass(frozen=True)
@@ -207,6 +193,16 @@ class DataReport:
     def examples(self) -> TokenCount | None:
         """The tokens of whole examples, with prompt and image."""
         return TokenCount.of(self.facts.examples)
+
+    @property
+    def median_side(self) -> int | None:
+        return quantile(self.facts.sides, 0.5)
+
+    @property
+    def histogram(self) -> tuple[tuple[int, int, int], ...]:
+        """The number of objects per range of sides, as (lowest side, end of the range, objects)."""
+        sides = self.facts.sides
+        return tuple((low, high, sum(sides[side] for side in range(low, high))) for low, high in pairwise(STEPS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +313,7 @@ def _add_line(facts: Facts, line: CheckedLine) -> None:
     facts.objects += len(record.objects)
     facts.classes.update(item.desc for item in record.objects)
     facts.boxes.update(item.desc for item in record.objects if item.kind == "bbox_2d")
-    facts.sizes.add(record)
+    facts.sides.update(measure_sides(record))
     facts.suspicions.add(record)
     request = (record.classes, record.expression, record.prompt)
     content = None if line.image is None else hash((line.image.content_hash, request))
