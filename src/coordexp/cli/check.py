@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
+from coordexp.cli.console import JsonOption, count_problems, out, print_findings, print_json
 from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings
 from coordexp.config.rules import trains_chat
 from coordexp.config.schema import editor_schema
@@ -77,7 +77,8 @@ def check(
         if as_json:
             print_json(error.file, error.findings, {})
         else:
-            print_config_error(error, out)
+            print_findings(error.findings)
+            out.print(count_problems(error))
         raise typer.Exit(2) from None
     missing = list(missing_files(loaded.settings))
     findings = [*loaded.notes, *missing, *wrong_kinds(loaded.settings)]
@@ -86,7 +87,7 @@ def check(
         print_json(loaded.files[-1], findings, _describe(loaded))
         raise typer.Exit(code)
     _print_settings(loaded, show_all)
-    print_findings(findings, out)
+    print_findings(findings)
     for line in describe_evaluation(loaded.settings, count_held_out(loaded.settings)):
         out.print(line, markup=False)
     unchecked = (

@@ -270,7 +270,7 @@ def _describe_data(report: "DataReport") -> dict[str, Any]:
 
 
 def _print_report(report: "DataReport", max_length: int | None) -> None:
-    print_findings(report.findings, out)
+    print_findings(report.findings)
     _print_classes(report)
     _print_sizes(report)
     if report.tokens:

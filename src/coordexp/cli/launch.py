@@ -14,20 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.check import ConfigOption, SetOption, use_local_model
-from coordexp.cli.console import (
-    LogOption,
-    err,
-    need,
-    out,
-    print_config_error,
-    print_findings,
-    print_json,
-    progress,
-)
+from coordexp.cli.console import LogOption, count_problems, log_findings, need, out, print_json, progress
 from coordexp.config import ConfigError, Loaded, World, load_settings
 from coordexp.errors import Finding, UserError
 from coordexp.launch.plan import LaunchOptions, Plan, make_plan, number_of_learners, option_problems, plan_problems
-from coordexp.logs import LogFormat, get_target, start_log
+from coordexp.logs import LogFormat, logger, start_log
 
 if TYPE_CHECKING:
     from coordexp.launch.preflight import MemoryNeed
@@ -126,7 +117,7 @@ def launch(
         likely = {item.part: round(item.likely) for item in needs}
         print_json(options.config, findings, {"plan": asdict(plan), "memory": memory, "likely_memory": likely})
         return
-    print_findings(findings, err)
+    log_findings(findings)
     if check_only:
         _print_plan(plan, needs)
         return
@@ -160,9 +151,9 @@ def _refuse(options: LaunchOptions, findings: Sequence[Finding], code: int, as_j
         print_json(options.config, findings, {})
     else:
         errors = [finding for finding in findings if finding.severity == "error"]
-        print_findings([finding for finding in findings if finding.severity != "error"], err)
-        print_config_error(ConfigError(errors, options.config), err)
-        err.print("nothing was started")
+        log_findings([*(finding for finding in findings if finding.severity != "error"), *errors])
+        logger.error(count_problems(ConfigError(errors, options.config)))
+        logger.error("nothing was started")
     raise typer.Exit(code)
 
 
@@ -172,7 +163,7 @@ def _run(plan: Plan, start_timeout: float, grace: float, log_format: LogFormat |
     from coordexp.servers.protocol import TOKEN
 
     token, secret = os.environ.get(TOKEN), f"${TOKEN}"
-    log = Log(get_target(sys.stdout), (*(server.name for server in plan.servers), plan.learner.name), log_format)
+    log = Log(sys.stdout, (*(server.name for server in plan.servers), plan.learner.name), log_format)
     if token is None and len(plan.local_servers) == len(plan.servers):
         token = secrets.token_urlsafe(32)
         secret = f"$(cat {share_token(token)})"

@@ -116,7 +116,7 @@ def plan(
             out.print(_table(use))
         for kind, bytes in activations.items():
             out.print(Text(f"activations {kind}: {bytes / GIB:.1f} GiB", style="dim"))
-        print_findings(findings, out)
+        print_findings(findings)
         out.print(Text(verdict, style=COLOURS[verdict]))
     if verdict == "does not fit":
         raise typer.Exit(1)

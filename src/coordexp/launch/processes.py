@@ -5,6 +5,7 @@ ended, or a signal has arrived. Parts end in this order: first the learner, whic
 which it needs for that. A second signal ends all at once.
 """
 
+import logging
 import queue
 import signal
 import time
@@ -85,7 +86,7 @@ class Launch:
         except Interrupted as interruption:
             return self._end_after_signal(interruption.number)
         except (EngineError, ConfigError) as error:
-            self._log.say(str(error), "error")
+            self._log.say(str(error), logging.ERROR)
             return 2 if isinstance(error, ConfigError) else 1
 
     # Before the learner starts
@@ -146,11 +147,12 @@ class Launch:
             if event.running.part is self._plan.learner:
                 if event.code:
                     self._repeat_last_lines(event)
-                self._log.say(f"the learner ended with exit code {event.code}", "error" if event.code else "info")
+                level = logging.ERROR if event.code else logging.INFO
+                self._log.say(f"the learner ended with exit code {event.code}", level)
                 return event.code
             self._schedule_restart(event)
             if not self._has_server():
-                self._log.say("no rollout server is left: the learner is asked to end", "error")
+                self._log.say("no rollout server is left: the learner is asked to end", logging.ERROR)
                 self._end_learner()
                 return 1
 
@@ -160,7 +162,7 @@ class Launch:
         ending = f"{name} ended with exit code {event.code} while the learner runs"
         if number >= most:
             self._repeat_last_lines(event)
-            self._log.say(f"{ending}; it was restarted {most} times, and is given up", "error")
+            self._log.say(f"{ending}; it was restarted {most} times, and is given up", logging.ERROR)
             return
         wait = self._patience.back_off_s[number]
         self._restarts[name] = number + 1
@@ -168,7 +170,7 @@ class Launch:
         self._log.say(
             f"{ending}; the learner continues with the remaining servers\n"
             f"restart {number + 1} of {most} in {wait:g} s; it gets requests again after a full sync",
-            "warning",
+            logging.WARNING,
         )
 
     def _has_server(self) -> bool:
@@ -202,7 +204,8 @@ class Launch:
                 if event.running is learner:
                     return event.code
             self._log.say(
-                f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time", "warning"
+                f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time",
+                logging.WARNING,
             )
         except Interrupted:
             self._at_once = True

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 from coordexp import child_processes
 from coordexp.errors import EngineError, UserError
-from coordexp.logs import capture_children
 from coordexp.rollout.start import EngineSetup, engine_arguments, first_sentence
 
 
@@ -34,7 +33,7 @@ def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
     log = folder / "errors"
     log.touch()
     resource_tracker.ensure_running()  # starting it later would unblock the signals
-    with _blocked_signals(), capture_children(), tied_to_owner():
+    with _blocked_signals(), tied_to_owner():
         try:
             yield {
                 **engine_arguments(setup),
