@@ -5,7 +5,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -13,12 +13,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.check import ConfigOption, SetOption, use_local_model
+from coordexp.cli.check import ConfigOption, SetOption, data_problems, missing_files, use_local_model
 from coordexp.cli.console import LogOption, count_problems, log_findings, need, out, print_json, progress
 from coordexp.config import ConfigError, Loaded, World, load_settings
+from coordexp.config.rules import uses_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.launch.plan import LaunchOptions, Plan, make_plan, number_of_learners, option_problems, plan_problems
 from coordexp.logs import LogFormat, logger, start_log
+from coordexp.rollout import check_vllm
 
 if TYPE_CHECKING:
     from coordexp.launch.preflight import MemoryNeed
@@ -134,8 +136,17 @@ def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["M
     problems = plan_problems(settings, options)
     plan = None if problems else make_plan(settings, options)
     devices = None if options.cpu else preflight.find_gpus()
-    findings += [*problems, *preflight.engine_problems(settings, options)]
-    findings += preflight.settings_problems(settings, options)
+    findings += problems
+    if options.start_servers and uses_vllm(settings, "server"):
+        try:
+            check_vllm(settings.backend_setting)
+        except UserError as error:
+            findings.append(Finding("error", "vllm", error.problem, error.fix))
+    missing = list(missing_files(settings))
+    files = [*missing, *data_problems(settings, [Path(folder) for folder in options.images])]
+    findings += [replace(finding, severity="error") for finding in files]
+    if not any(finding.subject == "model.path" for finding in missing):
+        findings += preflight.model_problems(settings)
     findings += preflight.port_problems(settings, options)
     if devices is not None:
         findings += preflight.gpu_problems(options, devices)

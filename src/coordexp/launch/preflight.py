@@ -1,4 +1,4 @@
-"""Check the machine before anything is started: files, model, data, ports, GPUs, memory.
+"""Check the machine before anything is started: model, ports, GPUs, memory.
 
 Memory is estimated with the formulas of `launch.memory`, as in `coordexp plan`. What does not depend on the size
 of rows and images is a lower bound: if it does not fit, that is an error. If only the whole estimate does not fit,
@@ -10,18 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings
-from coordexp.config.rules import SERVERS, trains_chat, uses_vllm
+from coordexp.config.rules import SERVERS, uses_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
-from coordexp.files import MODEL_PATHS, find_data_files
 from coordexp.launch.memory import (
     CACHE,
     CONTEXT,
@@ -40,10 +38,8 @@ from coordexp.launch.memory import (
     total_bytes,
 )
 from coordexp.launch.plan import LaunchOptions, Plan, gpu_ids, is_loopback
-from coordexp.rollout import check_vllm
 from coordexp.shapes import KNOWN_MODEL
 
-FIRST = 8  # records that are read
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Used without nvidia-smi, in a process of its own: torch takes seconds to import, and hundreds of megabytes.
 ASK_TORCH = """
@@ -76,40 +72,16 @@ class MemoryNeed:
         return f"{self.part} needs at least {format_bytes(self.bytes)} ({self.purpose})"
 
 
-def engine_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
-    """Return a finding if servers are to be started and vLLM is missing or of another version."""
-    findings: list[Finding] = []
-    if options.start_servers and uses_vllm(settings, "server"):
-        with _collecting(findings, "vllm"):
-            check_vllm(settings.backend_setting)
-    return findings
-
-
-def settings_problems(settings: Settings, options: LaunchOptions) -> list[Finding]:
-    """Return the problems of the files: the model and its vocabulary, the first records and their images."""
+def model_problems(settings: Settings) -> Iterator[Finding]:
+    """Yield the problem of the model that is in the folder of the settings, if it cannot give their answers."""
     from coordexp.answers.formats import load_format
 
-    findings: list[Finding] = []
-    folder, is_native = Path(settings.model.path), settings.custom.answer_format == "native"
-    if not folder.exists():
-        findings.append(Finding("error", "model.path", f"{folder} does not exist", MODEL_PATHS))
-    elif not (folder / "config.json").is_file():
-        findings.append(Finding("error", "model.path", f"{folder} has no config.json", "give a model folder"))
-    else:
-        fix = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
-        with _collecting(findings, "model.path", "" if is_native else fix):
-            load_format(folder, settings.custom.answer_format)
-    files: dict[str, list[Path]] = {}
-    for setting, names in settings.custom.data_sets.items():
-        with _collecting(findings, setting):
-            files[setting] = find_data_files(names)
-    data_folders = [file.parent for named in files.values() for file in named]
-    folders = {folder.resolve() for folder in (*map(Path, options.images), *data_folders)}
-    for setting, named in files.items():
-        for file in named:
-            takes_polygons = not is_native or setting not in settings.custom.train_sets
-            findings += _data_problems(setting, file, folders, trains_chat(settings), takes_polygons)
-    return findings
+    try:
+        load_format(Path(settings.model.path), settings.custom.answer_format)
+    except UserError as error:
+        add = "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes"
+        fixes = (error.fix, "" if settings.custom.answer_format == "native" else add)
+        yield Finding("error", "model.path", error.problem, "; ".join(filter(None, fixes)))
 
 
 def port_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
@@ -162,7 +134,7 @@ def memory_problems(
 
     memory = psutil.virtual_memory()
     machine = DeviceMemory(memory.total, memory.available)
-    return needs, list(machine_memory_problems(plan, settings, needs, machine))
+    return needs, list(machine_memory_problems(plan, needs, machine))
 
 
 def find_gpus() -> dict[int, DeviceMemory]:
@@ -186,58 +158,6 @@ def visible_gpus(gpus: Iterable[int]) -> list[int]:
     if VISIBLE not in os.environ or not all(word.isdecimal() for word in words):
         return list(gpus)
     return [gpu for gpu in gpus if str(gpu) in words]
-
-
-@contextmanager
-def _collecting(findings: list[Finding], subject: str, fix: str = "") -> Iterator[None]:
-    """Add an error to the list, so that the user sees all problems at once. `fix` is added to the error's own."""
-    try:
-        yield
-    except UserError as error:
-        findings.append(Finding("error", subject, error.problem, "; ".join(filter(None, (error.fix, fix)))))
-    except OSError as error:
-        findings.append(Finding("error", subject, str(error), fix))
-
-
-def _data_problems(
-    setting: str, path: Path, folders: Collection[Path], has_chat_loss: bool, takes_polygons: bool
-) -> list[Finding]:
-    """Return the problems of the first records: their kind, polygons that native answers cannot express, images
-    that do not exist, and an image that is in none of the folders that servers may read."""
-    from coordexp.data import Record, find_wrong_kind, read_any_records
-
-    findings: list[Finding] = []
-
-    def report(problem: str, fix: str) -> None:
-        findings.append(Finding("error", setting, f"{path}{problem}", fix))
-
-    with _collecting(findings, setting, f"run `coordexp data doctor {path}`"):
-        lines = list(islice(read_any_records(path), FIRST))
-        if not lines:
-            report(" has no records", "write one JSON object per line (see `coordexp data import`)")
-        if wrong := find_wrong_kind(setting, [record for _, record in lines], has_chat_loss):
-            report(f": {wrong[0]}", wrong[1])
-        images = [record.image for _, record in lines if record.image is not None]
-        missing = [image for image in images if not (path.parent / image).is_file()]
-        if missing:
-            more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
-            report(f": {missing[0]} does not exist{more}", "image paths are relative to the folder of the file")
-        targets = [(image, (path.parent / image).resolve()) for image in images]
-        hidden = [pair for pair in targets if not any(map(pair[1].is_relative_to, folders))]
-        for image, target in hidden[:1]:
-            report(f": {image} is {target}, which servers may not read", f"add --images {target.parent}")
-        polygons = [
-            line
-            for line, record in lines
-            if isinstance(record, Record) and any(item.kind == "poly" for item in record.objects)
-        ]
-        if polygons and not takes_polygons:
-            fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
-            report(f":{polygons[0]} has a polygon, and native answers only boxes", fix)
-    return findings
-
-
-# Memory
 
 
 def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryNeed]:
@@ -287,15 +207,11 @@ def gpu_memory_problems(
                 yield Finding("warning", option, problem, show)
 
 
-def machine_memory_problems(
-    plan: Plan, settings: Settings, needs: list[MemoryNeed], machine: DeviceMemory
-) -> Iterator[Finding]:
-    """Yield the problems on the CPU, where all parts share the memory of the machine."""
+def machine_memory_problems(plan: Plan, needs: list[MemoryNeed], machine: DeviceMemory) -> Iterator[Finding]:
+    """Yield a problem on the CPU, where all parts share the memory of the machine."""
     processes = {server.name: server.world_size or 1 for server in plan.local_servers} | {"learner": plan.learners}
     by_part = {need.part: need.bytes * processes[need.part] for need in needs}
-    share, workers = settings.rollout_matching.vllm.gpu_memory_utilization, sum(processes.values()) - plan.learners
     least = sum(by_part.values())
-    reserved = share * machine.total * workers + by_part.get("learner", 0)
     if least > machine.free:
         parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
         yield Finding(
@@ -304,13 +220,4 @@ def machine_memory_problems(
             f"the parts need at least {format_bytes(least)} ({parts}), and the machine has "
             f"{format_bytes(machine.free)} available",
             "start fewer servers or learners, use a smaller model, or end other programs",
-        )
-    elif by_part and reserved > machine.free:
-        yield Finding(
-            "warning",
-            UTILIZATION,
-            f"each of {workers} workers of the servers may take a share of {share:g} of the machine's "
-            f"{format_bytes(machine.total)}; with the learners this is {format_bytes(reserved)}, and "
-            f"{format_bytes(machine.free)} are available",
-            f"lower {UTILIZATION} if a server does not start",
         )
