@@ -99,13 +99,12 @@ class _LogHandler(logging.StreamHandler[TextIO]):
 class RunningPart:
     """The process of a part, which is started at once. Its output is copied to the log.
 
-    `on_end` is called once from another thread, with the part and its exit code as in a shell. Processes below it
+    `on_end` is called from another thread when it has ended, with its exit code as in a shell. Processes below it
     that do not end by themselves, and have not left its process group, are killed before that."""
 
-    def __init__(
-        self, part: Part, token: str | None, log: Log, on_end: Callable[["RunningPart", int], None]
-    ) -> None:
-        self.part = part
+    def __init__(self, part: Part, token: str | None, log: Log, on_end: Callable[["RunningPart"], None]) -> None:
+        self.name, self.code = part.name, 0
+        self._has_ranks = part.ranks
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(  # noqa: S603 - the plan's own commands
             part.command,
@@ -130,7 +129,7 @@ class RunningPart:
         give them only half a minute, and would then fail although they did not."""
         ranks: list[psutil.Process] = []
         with suppress(psutil.Error):
-            children = psutil.Process(self.pid).children() if self.part.ranks else []
+            children = psutil.Process(self.pid).children() if self._has_ranks else []
             ranks = [child for child in children if "LOCAL_RANK" in child.environ()]
         for process in ranks or [self._process]:
             with suppress(psutil.NoSuchProcess):
@@ -149,16 +148,17 @@ class RunningPart:
         for line in output:
             shown = line.rstrip("\r\n").rpartition("\r")[2]  # of a progress bar, its last state
             self.last.append(shown)
-            log.write(self.part.name, shown)
+            log.write(self.name, shown)
 
-    def _wait(self, on_end: Callable[["RunningPart", int], None]) -> None:
+    def _wait(self, on_end: Callable[["RunningPart"], None]) -> None:
         code = self._process.wait()
         # The output ends when all of its processes have ended: also an engine, which Linux kills with its server,
         # the resource tracker that then removes shared memory, and the shell that removes the folder of sockets.
         self._reader.join(LEFT_S)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        on_end(self, BY_SIGNAL - code if code < 0 else code)
+        self.code = BY_SIGNAL - code if code < 0 else code
+        on_end(self)
 
 
 def _environment(part: Part, token: str | None) -> dict[str, str]:
