@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import os
-import signal
 import subprocess
 import threading
 from collections import deque
@@ -29,7 +28,7 @@ from coordexp.servers.protocol import TOKEN
 
 LAST_LINES = 20  # of a part, which are repeated when it fails
 BY_SIGNAL = 128  # higher exit codes mean that a signal ended the process, as in a shell
-LEFT_S = 5.0  # the time that the other processes of a part have to end after it
+LEFT_S = 2.0  # the time that the other processes of a part have to end after it
 UNKILLABLE_S = 30.0  # a process that hangs in a driver ends only when the driver returns: no use to wait longer
 COLOURS = ("36", "33", "35", "34", "32", "96", "93", "95")
 LAUNCHER = "launch"
@@ -155,10 +154,19 @@ class RunningPart:
         # The output ends when all of its processes have ended: also an engine, which Linux kills with its server,
         # the resource tracker that then removes shared memory, and the shell that removes the folder of sockets.
         self._reader.join(LEFT_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
+        self._reader.join(LEFT_S)
         self.code = BY_SIGNAL - code if code < 0 else code
         on_end(self)
+
+
+def kill_group(group: int) -> None:
+    """Kill the processes of a group. A resource tracker of Python ends by itself when they have, and removes their
+    shared memory before."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):  # it has just ended
+            if os.getpgid(process.pid) == group and "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
 
 
 def _environment(part: Part, token: str | None) -> dict[str, str]:
