@@ -227,6 +227,7 @@ def _record_problems(
     """Yield the problems of the first records of a file, and what to do: what cannot be read, records of another
     kind, polygons that native answers cannot express, and images that are missing or in none of the folders."""
     from coordexp.data import Record, find_wrong_kind, read_any_records  # numpy takes a tenth of a second
+    from coordexp.data.addresses import is_file, join_address, parse_address
 
     try:
         lines = list(islice(read_any_records(file), FIRST))
@@ -238,10 +239,11 @@ def _record_problems(
     if wrong := find_wrong_kind(setting, [record for _, record in lines], trains_chat(settings)):
         yield f"{file}: {wrong[0]}", wrong[1]
     images = [record.image for _, record in lines if record.image is not None]
-    if missing := [image for image in images if not (file.parent / image).is_file()]:
+    addresses = [(image, parse_address(join_address(file.parent, image))) for image in images]
+    if missing := [image for image, address in addresses if not Path(address.file).is_file()]:
         more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
         yield f"{file}: {missing[0]} does not exist{more}", "image paths are relative to the folder of the file"
-    for image in images if folders is not None else ():
+    for image in filter(is_file, images if folders is not None else ()):
         target = (file.parent / image).resolve()
         if not any(map(target.is_relative_to, folders or ())):
             yield f"{file}: {image} is {target}, which servers may not read", f"add --images {target.parent}"
