@@ -212,7 +212,8 @@ class Learner:
         converted = FLOAT32 if self.adapter else 0
         backward += text.intermediate * (2 * compute + converted) + text.hidden * (FLOAT32 + compute + converted)
         norms = text.hidden * FLOAT32 * (1 if self.adapter else 2)  # around the last norm
-        mergers = 0 if {"vision", "aligner"} <= {*self.frozen} else 3 * compute * (len(vision.deepstack) + 1)
+        merger = 3 * compute + (FLOAT32 if compute < FLOAT32 else 0)  # with a LayerNorm in float32
+        mergers = 0 if {"vision", "aligner"} <= {*self.frozen} else merger * (len(vision.deepstack) + 1)
         per_patch = vision.depth * block + vision.patch_values * pixel + vision.hidden * mergers
         return tokens * (of_layers + norms) + patches * per_patch, tokens * backward
 
