@@ -23,7 +23,7 @@ from coordexp.logs import LogFormat, logger, start_log
 from coordexp.rollout import check_vllm
 
 if TYPE_CHECKING:
-    from coordexp.launch.preflight import MemoryNeed
+    from coordexp.launch.preflight import Needs
 
 
 def launch(
@@ -115,9 +115,8 @@ def launch(
     if plan is None or any(finding.severity == "error" for finding in findings):
         _refuse(options, findings, 2 if plan is None else 1, as_json)
     if as_json:
-        memory = {item.part: round(item.bytes) for item in needs}
-        likely = {item.part: round(item.likely) for item in needs}
-        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory, "likely_memory": likely})
+        memory = {part: round(sum(parts.values())) for part, parts in needs.items()}
+        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory})
         return
     log_findings(findings)
     if check_only:
@@ -126,7 +125,7 @@ def launch(
     raise typer.Exit(_run(plan, start_timeout, grace, log_format))
 
 
-def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["MemoryNeed"], list[Finding]]:
+def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, "Needs", list[Finding]]:
     """Return the plan, unless the config and the command line rule one out, the memory that it needs, and all
     findings about the plan and the machine."""
     from coordexp.launch import preflight
@@ -150,7 +149,7 @@ def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["M
     findings += preflight.port_problems(settings, options)
     if devices is not None:
         findings += preflight.gpu_problems(options, devices)
-    needs: list[MemoryNeed] = []
+    needs: Needs = {}
     if plan is not None:
         needs, problems = preflight.memory_problems(plan, settings, devices)
         findings += problems
@@ -198,13 +197,14 @@ def describe_metrics(plan: Plan, secret: str | None) -> str:
     return f"metrics of {plan.servers[0].name}{others}: curl {header}{plan.servers[0].base_url}/metrics"
 
 
-def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
+def _print_plan(plan: Plan, needs: "Needs") -> None:
     from coordexp.launch.memory import format_bytes
+    from coordexp.launch.preflight import describe_need
 
     table = Table()
     for column in ("part", "devices", "world", "address", "weights", "memory"):
         table.add_column(column, no_wrap=column != "devices", justify="right" if column == "memory" else "left")
-    memory = {item.part: format_bytes(item.bytes) for item in needs}
+    memory = {name: format_bytes(sum(parts.values())) for name, parts in needs.items()}
     for server in plan.servers:
         size = "unknown" if server.world_size is None else str(server.world_size)
         where = _devices(server.part.gpus) if server.part else "elsewhere"
@@ -213,8 +213,8 @@ def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
     learner = plan.learner
     table.add_row("learner", _devices(learner.gpus), str(plan.learners), "", "", memory.get("learner", ""))
     out.print(table)
-    for item in needs:
-        out.print(Text(f"{item}; likely {format_bytes(item.likely)} with everything else, on each device"))
+    for name, parts in needs.items():
+        out.print(Text(f"{describe_need(name, parts)}, on each device"))
     for part in (*(server.part for server in plan.local_servers if server.part), learner):
         devices = f"CUDA_VISIBLE_DEVICES={part.env.get('CUDA_VISIBLE_DEVICES', '')}"
         out.print(Text(f"{part.name}: {devices} {shlex.join(part.command)}", style="dim"))

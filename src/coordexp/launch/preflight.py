@@ -1,8 +1,7 @@
 """Check the machine before anything is started: model, ports, GPUs, memory.
 
-Memory is estimated with the formulas of `launch.memory`, as in `coordexp plan`. What does not depend on the size
-of rows and images is a lower bound: if it does not fit, that is an error. If only the whole estimate does not fit,
-that is a warning.
+Of the memory that `coordexp plan` estimates, what does not depend on the size of rows and images is a lower bound:
+if it does not fit, that is an error.
 """
 
 import os
@@ -22,17 +21,14 @@ from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
 from coordexp.launch.memory import (
     CACHE,
-    CONTEXT,
-    CONTEXT_BYTES,
     ENGINE_FIX,
     LEARNER_FIX,
-    RESERVE,
     UTILIZATION,
     WEIGHTS,
     Learner,
     Model,
+    Parts,
     RowSize,
-    SampleSize,
     engine_parts,
     format_bytes,
     total_bytes,
@@ -58,18 +54,7 @@ class DeviceMemory:
     free: int
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
-    """The bytes that a part needs at least on each of its devices, and what for. `likely` adds what depends on the
-    size of rows and images, without CUDA's own memory."""
-
-    part: str
-    bytes: float
-    purpose: str
-    likely: float
-
-    def __str__(self) -> str:
-        return f"{self.part} needs at least {format_bytes(self.bytes)} ({self.purpose})"
+Needs = dict[str, Parts]  # the least memory that each part needs on each of its devices, by what it is for
 
 
 def model_problems(settings: Settings) -> Iterator[Finding]:
@@ -122,19 +107,17 @@ def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> It
 
 def memory_problems(
     plan: Plan, settings: Settings, devices: dict[int, DeviceMemory] | None
-) -> tuple[list[MemoryNeed], list[Finding]]:
+) -> tuple[Needs, list[Finding]]:
     """Return the least memory that each part needs, and the problems. `devices` is None on the CPU."""
     try:
         needs = estimate_needs(plan, settings, Path(settings.model.path))
     except UserError as error:
-        return [], [Finding("error", "model.path", error.problem, error.fix)]
+        return {}, [Finding("error", "model.path", error.problem, error.fix)]
     if devices is not None:
         return needs, list(gpu_memory_problems(plan, settings, needs, devices))
     import psutil
 
-    memory = psutil.virtual_memory()
-    machine = DeviceMemory(memory.total, memory.available)
-    return needs, list(machine_memory_problems(plan, needs, machine))
+    return needs, list(machine_memory_problems(plan, needs, psutil.virtual_memory().available))
 
 
 def find_gpus() -> dict[int, DeviceMemory]:
@@ -160,64 +143,55 @@ def visible_gpus(gpus: Iterable[int]) -> list[int]:
     return [gpu for gpu in gpus if str(gpu) in words]
 
 
-def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> list[MemoryNeed]:
-    """Return the need of every part that is started here; nothing for a folder without safetensors files, and for
+def estimate_needs(plan: Plan, settings: Settings, folder: Path) -> Needs:
+    """Return the needs of all parts that are started here; nothing for a folder without safetensors files, and for
     a model that the formulas are not for. Raise DataError if a file cannot be read."""
     if not any(folder.glob("*.safetensors")) or read_model_type(folder) != KNOWN_MODEL:
-        return []
-    model, sample = Model.from_folder(folder), SampleSize()
+        return {}
+    model = Model.from_folder(folder)
     engine = engine_parts(settings, model)
-    least = {name: engine[name] for name in (WEIGHTS, CACHE)}
-    words = f"weights {format_bytes(engine[WEIGHTS])}, one longest sequence {format_bytes(engine[CACHE])}"
-    likely = total_bytes(engine) - engine[CONTEXT]
-    needs = [MemoryNeed(server.name, total_bytes(least), words, likely) for server in plan.local_servers]
-    learner = Learner(settings, model, RowSize.from_settings(settings, sample, model.shape), plan.learners)
-    words = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in learner.least().items())
-    likely = total_bytes(learner.parts())
-    return [*needs, MemoryNeed(plan.learner.name, total_bytes(learner.least()), words, likely)]
+    least = {WEIGHTS: engine[WEIGHTS], "cache of one longest sequence": engine[CACHE]}
+    learner = Learner(settings, model, RowSize(0, 0, 0), plan.learners)
+    return {server.name: least for server in plan.local_servers} | {plan.learner.name: learner.least()}
+
+
+def describe_need(part: str, need: Parts) -> str:
+    purpose = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in need.items())
+    return f"{part} needs at least {format_bytes(total_bytes(need))} ({purpose})"
 
 
 def gpu_memory_problems(
-    plan: Plan, settings: Settings, needs: list[MemoryNeed], devices: dict[int, DeviceMemory]
+    plan: Plan, settings: Settings, needs: Needs, devices: dict[int, DeviceMemory]
 ) -> Iterator[Finding]:
     """Yield the problems on GPUs, where every part has devices of its own."""
     share = settings.rollout_matching.vllm.gpu_memory_utilization
-    gpus = {part.name: part.gpus for part in (plan.learner, *(s.part for s in plan.local_servers if s.part))}
-    for need in needs:
-        is_learner = need.part == plan.learner.name
+    for part in (plan.learner, *(server.part for server in plan.local_servers if server.part)):
+        is_learner = part is plan.learner
         option, fix = ("--train-gpus", LEARNER_FIX) if is_learner else ("--server-gpus", ENGINE_FIX)
-        for gpu in [gpu for gpu in gpus[need.part] if gpu in devices]:
+        for gpu in [gpu for gpu in part.gpus if gpu in devices]:
             device = devices[gpu]
             limit = device.free if is_learner else device.total * share
-            available = f"GPU {gpu} has {format_bytes(limit)} for it"
-            likely = need.likely + CONTEXT_BYTES + (RESERVE * device.total if is_learner else 0)
             if limit > device.free:
                 problem = (
                     f"GPU {gpu} has {format_bytes(device.free)} free of {format_bytes(device.total)}, and "
-                    f"{need.part} takes a share of {share:g} ({format_bytes(limit)})"
+                    f"{part.name} takes a share of {share:g} ({format_bytes(limit)})"
                 )
+                end = f"end the other programs on that GPU, or lower {UTILIZATION}"
+                yield Finding("error", option, problem, end)
+            elif part.name in needs and total_bytes(needs[part.name]) > limit:
+                available = f"GPU {gpu} has {format_bytes(limit)} for it"
                 yield Finding(
-                    "error", option, problem, f"end the other programs on that GPU, or lower {UTILIZATION}"
+                    "error", option, f"{describe_need(part.name, needs[part.name])}, and {available}", fix
                 )
-            elif need.bytes > limit:
-                yield Finding("error", option, f"{need}, and {available}", fix)
-            elif likely > limit:
-                problem = f"{need.part} is likely to need {format_bytes(likely)}, and {available}"
-                show = "run `coordexp plan` with this config, which shows every part"
-                yield Finding("warning", option, problem, show)
 
 
-def machine_memory_problems(plan: Plan, needs: list[MemoryNeed], machine: DeviceMemory) -> Iterator[Finding]:
+def machine_memory_problems(plan: Plan, needs: Needs, available: float) -> Iterator[Finding]:
     """Yield a problem on the CPU, where all parts share the memory of the machine."""
     processes = {server.name: server.world_size or 1 for server in plan.local_servers} | {"learner": plan.learners}
-    by_part = {need.part: need.bytes * processes[need.part] for need in needs}
+    by_part = {part: total_bytes(need) * processes[part] for part, need in needs.items()}
     least = sum(by_part.values())
-    if least > machine.free:
+    if least > available:
         parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
-        yield Finding(
-            "error",
-            "model.path",
-            f"the parts need at least {format_bytes(least)} ({parts}), and the machine has "
-            f"{format_bytes(machine.free)} available",
-            "start fewer servers or learners, use a smaller model, or end other programs",
-        )
+        problem = f"the parts need at least {format_bytes(least)} ({parts}), and the machine has "
+        fix = "start fewer servers or learners, use a smaller model, or end other programs"
+        yield Finding("error", "model.path", f"{problem}{format_bytes(available)} available", fix)
