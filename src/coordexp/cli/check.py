@@ -232,7 +232,7 @@ def _record_problems(
     try:
         lines = list(islice(read_any_records(file), FIRST))
     except DataError as error:
-        yield error.problem, f"{error.fix}; run `coordexp data doctor {file}`"
+        yield error.problem, error.fix or f"run `coordexp data doctor {file}`"
         return
     if not lines:
         yield f"{file} has no records", "write one JSON object per line (see `coordexp data import`)"
