@@ -544,11 +544,11 @@ def render_files() -> Iterator[str]:
     yield "Files of lines (`.jsonl`) have one JSON object per line. Other files are written completely or not at"
     yield "all.\n"
     yield "## Records\n\nOne line of a data file ([bring your data](../data.md)). Unknown keys are errors.\n"
-    yield from _render_keys(records._RecordLine, text.RECORD_KEYS)
+    yield from _render_keys(records.Record, text.RECORD_KEYS)
     yield "Each of `objects`:\n"
     yield from _render_keys(records.ObjectLine, text.OBJECT_KEYS)
     yield "A chat record:\n"
-    yield from _render_keys(records._ChatLine, text.CHAT_KEYS)
+    yield from _render_keys(records.ChatRecord, text.CHAT_KEYS)
     yield "## Predictions\n\n`coordexp predict --out preds.json` ([predict and evaluate](../evaluation.md)).\n"
     yield from render_meanings("file", text.PREDICTIONS)
     for heading, kind, keys in (

@@ -1,6 +1,7 @@
 """The data of a run: opened, checked before a model is loaded, and put in the order in which it is trained on."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from coordexp.config import Settings
 from coordexp.config.rules import trains_chat
 from coordexp.config.settings import Custom
 from coordexp.data import Record, Records, RecordSet, find_wrong_kind, open_data
-from coordexp.data.doctor.examine import SMALL, Sizes
+from coordexp.data.doctor.examine import SMALL, measure_sides, quantile
 from coordexp.dumps import CORRECTION_SETTINGS
 from coordexp.errors import DataError
 from coordexp.evaluate import read_truth
@@ -101,13 +102,11 @@ def _note_coarse_canvas(records: Records, resolution: int) -> None:
     """Print a note if the median object of the first records is too small for the mask IoU canvas."""
     if resolution >= EXACT:
         return
-    sizes = Sizes()
-    for record in _read_first(records, MEASURED):
-        if isinstance(record, Record):
-            sizes.add(record)
-    if sizes.median is not None and sizes.median < SMALL:
+    measured = [record for record in _read_first(records, MEASURED) if isinstance(record, Record)]
+    median = quantile(Counter(side for record in measured for side in measure_sides(record)), 0.5)
+    if median is not None and median < SMALL:
         say(
-            f"note: the median side of the objects in {records} is {sizes.median} bins (of the first "
+            f"note: the median side of the objects in {records} is {median} bins (of the first "
             f"{MEASURED:,} records), and rollout_matching.maskiou_resolution is {resolution}, which is coarse for "
             f"objects under {SMALL} bins; {EXACT} is exact for boxes, and matching costs about 2.5 times as much"
         )

@@ -7,10 +7,10 @@ import pytest
 
 from coordexp.answers.entries import Reason
 from coordexp.answers.formats import NativeAnswers, is_readable, load_format
-from coordexp.answers.native import to_number, write_native
+from coordexp.answers.native import write_native
 from coordexp.answers.segment import Role, TokenKind
 from coordexp.answers.table import VocabularyError, VocabularyTable
-from coordexp.data import BINS, Geometry, TrueObject, to_bin
+from coordexp.data import Geometry, TrueObject, to_bin
 from coordexp.demo.model import make_tokenizer
 from coordexp.errors import UserError
 from tests.unit.answers.conftest import box
@@ -49,12 +49,6 @@ def test_the_text_is_that_of_the_published_example():
     assert write_native(objects, QWEN.table).text.decode() == PUBLISHED
     assert write_native((), QWEN.table).text.decode() == "```json\n[]\n```"
     assert [(item.desc, item.geometry) for item in read(PUBLISHED)] == [(o.desc, o.geometry) for o in objects]
-
-
-def test_every_bin_survives_and_the_edges_are_0_and_1000():
-    numbers = [to_number(bin) for bin in range(BINS)]
-    assert (numbers[0], numbers[-1]) == (0, 1000)
-    assert [to_bin(number, 1000) for number in numbers] == list(range(BINS))
 
 
 def test_every_token_of_the_answer_is_trained_and_digits_have_the_kind_of_coordinates():
