@@ -42,7 +42,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, wi
 from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12, and brings the package
 
-from coordexp.data.addresses import join_address
+from coordexp.data.addresses import find_url_problem, join_address
 from coordexp.data.geometry import (
     BINS,
     COUNT_RULE,
@@ -260,6 +260,8 @@ def _read_chat(value: "_ChatLine") -> ChatRecord:
 def _check_image_name(image: str | None) -> None:
     if image == "":
         raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
+    if image is not None and (problem := find_url_problem(image)):
+        raise ValueError(f"image: {problem}")
 
 
 def _read_record(value: "_RecordLine") -> Record:

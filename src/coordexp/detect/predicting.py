@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from coordexp.config.settings import AnswerFormatName
 from coordexp.data import Questions, Record, RecordFile
+from coordexp.data.addresses import join_address
 from coordexp.data.images import read_image_size
+from coordexp.data.stores import read_ahead
 from coordexp.detect.answering import Answering, AnswerOptions, make_record
 from coordexp.errors import DataError, UserError, describe_exception
 from coordexp.files import both_ends, open_file, write_whole
@@ -198,6 +200,8 @@ class UnfinishedPredictions:
         """Add the missing answers, batch by batch, in memory and on disk. Call `advance` after each image."""
         for start in range(len(answers) // answering.options.answers_per_image, len(images), batch):
             asked = images[start : start + batch]
+            soon = images[start : start + 2 * batch]  # the images of the next batch are read meanwhile
+            read_ahead(join_address(answering.folder, record.image) for _, record in soon)
             new = answering.answer_batch(asked)
             self.add(new)
             answers += new

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from coordexp.config import Settings
 from coordexp.config.rules import SERVERS, trains_chat, uses_vllm
 from coordexp.data.addresses import is_file, join_address, parse_address
+from coordexp.data.stores import check_allowed
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
 from coordexp.files import MODEL_PATHS, find_data_files
@@ -219,8 +220,7 @@ def _data_problems(
         if wrong := find_wrong_kind(setting, [record for _, record in lines], has_chat_loss):
             report(f": {wrong[0]}", wrong[1])
         images = [record.image for _, record in lines if record.image is not None]
-        files = [Path(parse_address(join_address(path.parent, image)).file) for image in images]
-        missing = [image for image, file in zip(images, files, strict=True) if not file.is_file()]
+        missing = [image for image in images if not _may_exist(path.parent, image)]
         if missing:
             more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
             report(f": {missing[0]} does not exist{more}", "image paths are relative to the folder of the file")
@@ -237,6 +237,16 @@ def _data_problems(
             fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
             report(f":{polygons[0]} has a polygon, and native answers only boxes", fix)
     return findings
+
+
+def _may_exist(folder: Path, image: str) -> bool:
+    """Return False if the file of an image is missing. Of a URL, only whether it may be read is checked: raise
+    RefusedAddress if not."""
+    address = parse_address(join_address(folder, image))
+    if address.is_url:
+        check_allowed(address.location)
+        return True
+    return Path(address.location).is_file()
 
 
 # Memory

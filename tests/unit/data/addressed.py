@@ -1,4 +1,4 @@
-"""The images of a data file moved into one tar, into a TSV, or into a store, and its records with their addresses."""
+"""The images of a data file moved into a tar or a TSV, and its records with their addresses."""
 
 import base64
 import json

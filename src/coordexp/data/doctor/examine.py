@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from coordexp.data import stores
 from coordexp.data.addresses import join_address
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS
@@ -33,6 +34,8 @@ EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
 ReadImage = Callable[[str], ImageFacts]  # takes an address
+AHEAD = 64  # lines whose images are read ahead, if they are in a store
+ParsedLine = AnyRecord | ValueError | None
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
 SMALL = 20  # bins; below this median side, the masks of matching are too coarse
 
@@ -248,16 +251,27 @@ class _PartReader:
 
     def read(self, lines: Iterator[bytes]) -> Facts:
         facts = Facts()
-        for line in lines:
+        parsed: Iterator[ParsedLine] = map(_parse, lines)
+        if self.look is not None and stores.are_used():
+            parsed = self._read_ahead(parsed)
+        for record in parsed:
             facts.lines += 1
-            if line.strip():
-                try:
-                    record = parse_any_record(line)
-                except ValueError as error:
-                    facts.add(facts.lines, Problem("broken-line", str(error)))
-                else:
-                    self._add_record(facts, record)
+            if isinstance(record, ValueError):
+                facts.add(facts.lines, Problem("broken-line", str(record)))
+            elif record is not None:
+                self._add_record(facts, record)
         return facts
+
+    def _read_ahead(self, parsed: Iterator[ParsedLine]) -> Iterator[ParsedLine]:
+        """Yield the lines, while the images of the lines after them are read."""
+        waiting: deque[ParsedLine] = deque()
+        for record in parsed:
+            if isinstance(record, Record | ChatRecord) and record.image is not None:
+                stores.read_ahead([join_address(self.folder, record.image)])
+            waiting.append(record)
+            if len(waiting) > AHEAD:
+                yield waiting.popleft()
+        yield from waiting
 
     def _add_record(self, facts: Facts, record: AnyRecord) -> None:
         facts.records += 1
@@ -295,6 +309,16 @@ class _PartReader:
             parts = "" if prompt is None else f", {answer:,} of them the answer"
             detail = f"{length:,} tokens{parts}; at most {self.max_length:,} are allowed"
             facts.add(facts.lines, Problem("too-long", detail))
+
+
+def _parse(line: bytes) -> ParsedLine:
+    """Return the record of a line, what is wrong with the line, or None if it is blank."""
+    if not line.strip():
+        return None
+    try:
+        return parse_any_record(line)
+    except ValueError as error:
+        return error
 
 
 def look_at_image(
