@@ -1,6 +1,6 @@
 """Training on images in an S3 server on this machine, read with s3fs: the same run as on files.
 
-The server (moto) and s3fs are no part of the environment of the tests. `.ci/full` installs them (`.ci/s3.txt`), and
+The server (moto) and s3fs are no part of the tests' environment. `.ci/full` installs them (`.ci/s3.txt`), and
 names their folder in COORDEXP_TESTS_S3.
 """
 
