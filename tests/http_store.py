@@ -1,5 +1,6 @@
 """A store of objects on this machine, over HTTP with ranges. It is slow, fails or redirects when it is told to."""
 
+import itertools
 import re
 import threading
 import time
@@ -22,6 +23,7 @@ class HttpStore:
         self.redirects: dict[str, str] = {}
         self.has_ranges = True
         self.requests: list[str] = []  # the paths, with the range
+        self._numbers = itertools.count(1)
         self._server: ThreadingHTTPServer | None = None
         self.port = 0
         self.open()
@@ -60,9 +62,10 @@ class HttpStore:
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         asked = handler.headers.get("Range", "")
         path = handler.path.partition("?")[0]
+        number = next(self._numbers)
         self.requests.append(f"{path} {asked}".strip())
         time.sleep(self.delay)
-        fault = self.fault(path, len(self.requests)) if self._server is not None else "closed"
+        fault = self.fault(path, number) if self._server is not None else "closed"
         if self._server is None:  # an open connection ends with the server
             handler.close_connection = True
             return

@@ -302,6 +302,7 @@ def _check_peer(host: str, event: str, info: dict[str, Any]) -> None:
     peer = ipaddress.ip_address(info["return_value"].get_extra_info("server_addr")[0].partition("%")[0])
     peer = getattr(peer, "ipv4_mapped", None) or peer
     if peer.is_loopback or peer.is_link_local or peer.is_unspecified or peer.is_multicast:
+        info["return_value"].close()
         raise RefusedAddress(
             f"{host} leads to {peer}, an address of this machine", f"allow it by that: {PREFIXES}"
         )

@@ -48,6 +48,8 @@ def store(planted, tmp_path, monkeypatch):
     with http_store(planted.parent) as store:
         monkeypatch.setenv(stores.PREFIXES, f"s3://elsewhere {store.url}/")
         yield store
+        for client in stores._reader._clients.values():
+            client.close()
 
 
 def in_store(file: Path, store, change=lambda name: name) -> Path:
