@@ -111,7 +111,8 @@ def test_a_run_that_was_killed_while_it_filled_the_cache_goes_on_with_the_same_s
     assert "checkpoint-2" in train(file, "--resume")
     check_equal(parts / "killed", on_files)
     cache, image = ImageCache(tmp_path / "cache", 2**30), "train.tar#bytes="
-    keys = [f"{store.url}/{json.loads(line)['image']}" for line in (parts / "data/train-tar.jsonl").open()]
+    lines = (parts / "data/train-tar.jsonl").read_text().splitlines()
+    keys = [f"{store.url}/{json.loads(line)['image']}" for line in lines]
     kept = [key for key in keys if cache.has(key)]
     assert len(kept) > 20 and image in kept[0]
     for key in kept:
