@@ -130,18 +130,19 @@ class _Reader:
         self._said = -SAID_AFTER_S  # when the latest message about a store that does not answer was printed
 
     def begin(self, addresses: Iterable[str]) -> None:
-        for text in addresses:
-            if self._has_no_cache or len(self.pending) >= MOST_AHEAD:
-                return
-            if find_url_problem(text) is None and (address := parse_address(text)).is_url:
-                with self._lock:
-                    if _key(address) not in self.pending and not open_cache().has(_key(address)):
-                        self.pending[_key(address)] = future = Future[bytes]()
-                        self._queue.put((address, future))
-        if self.pending and not self._has_threads:
+        """Queue the addresses that are URLs, unless so many images wait already."""
+        urls = [text for text in addresses if is_url(text) and find_url_problem(text) is None]
+        if urls and not self._has_threads:
             self._has_threads = True
             for _ in range(READERS):
                 threading.Thread(target=self._read_next, daemon=True).start()
+        for address in map(parse_address, urls):
+            if self._has_no_cache or len(self.pending) >= MOST_AHEAD:
+                break
+            with self._lock:
+                if _key(address) not in self.pending and not open_cache().has(_key(address)):
+                    self.pending[_key(address)] = future = Future[bytes]()
+                    self._queue.put((address, future))
 
     def _read_next(self) -> None:
         while True:
