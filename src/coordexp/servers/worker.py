@@ -6,7 +6,6 @@ while it loads this one.
 
 import signal
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import parent_process
 from typing import Any
 
@@ -20,6 +19,7 @@ from coordexp.errors import UserError
 from coordexp.rollout.load import Reload, build_adapter, clear_kv_caches, replace_adapter
 from coordexp.servers.processes import end_with_parent
 from coordexp.servers.transfer import Metadata, WeightGroup, check_metadata, join, unflatten
+from coordexp.tasks import Task
 
 
 class ServerSide:
@@ -60,9 +60,11 @@ class Receiver(Reload):
     def __init__(self, runner: Any, vllm_config: Any, device: torch.device) -> None:
         super().__init__(runner)
         self.device = device
-        self._rank = rank_in_server(vllm_config.parallel_config)
+        # vLLM numbers the workers of each replica from 0. The group has those of all replicas.
+        parallel = vllm_config.parallel_config
+        self._rank = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._group: WeightGroup | None = None
-        self._ahead: Future[Tensor] | None = None
+        self._ahead: Task[Tensor] | None = None
         self._buffers: list[Tensor] = []
         self._adapter: dict[str, Tensor] | None = None  # the tensors so far, during an update of an adapter
         self._built: Any = None
@@ -71,14 +73,12 @@ class Receiver(Reload):
         """Join the group of a learner."""
         self.leave()
         self._group = join(host, port, self._rank, world_size, self.device, timeout_s)
-        self._thread = ThreadPoolExecutor(1)
         self._free_buffers()
 
     def leave(self) -> None:
         """Leave the group. A transfer that is running ends with the group's connections, or at its deadline."""
         if self._group is not None:
             self._group.close()
-            self._thread.shutdown(wait=False, cancel_futures=True)
         self._group, self._ahead, self._buffers = None, None, []
 
     def begin(self, is_adapter: bool = False) -> None:
@@ -95,7 +95,7 @@ class Receiver(Reload):
         if buffer.numel() != size:
             raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
         if next_bytes:
-            self._ahead = self._thread.submit(self._receive, next_bytes)
+            self._ahead = Task(self._receive, next_bytes)
         if self._adapter is None:
             self.load_bucket(metadatas, buffer)
         else:  # vLLM keeps adapters on the host
@@ -159,12 +159,6 @@ class Receiver(Reload):
         self._buffers.append(buffer)
         self._group.broadcast(buffer[:size])
         return buffer[:size]
-
-
-def rank_in_server(parallel_config: Any) -> int:
-    """Return the rank of a worker among all workers of its server. vLLM numbers the workers of each replica from
-    0, and keeps the number of the replica as `data_parallel_index`."""
-    return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
 
 
 if parent_process() is not None:  # vLLM has imported this module in a worker
