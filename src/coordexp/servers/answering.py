@@ -142,7 +142,7 @@ def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str
             kind, text = part.get("type"), part.get("text")
             if kind != "image" and not (kind == "text" and isinstance(text, str)):
                 raise bad_request("messages: a content part is neither text nor image", "send text and one image")
-            if kind == "text" and not is_encodable(text):
+            if kind == "text" and not is_encodable(str(text)):
                 raise bad_request(f"messages: {HALF}", "send UTF-8")
         plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
         conversation.append({"role": message.role, "content": plain})
