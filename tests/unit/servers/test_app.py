@@ -50,7 +50,7 @@ def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
         guard={},
         devices=[],
     )
-    options: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
+    options: dict[str, Any] = {"host": "127.0.0.1", "token": token}
     metrics = ServerMetrics(CollectorRegistry())
     answering: Any = FakeAnswering()
     return RolloutApp(engine or fake_engine(), answering, facts, **options, metrics=metrics)
