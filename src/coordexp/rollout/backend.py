@@ -329,7 +329,9 @@ def compare_answers(
     if not differences:
         return None
     summary = f"{len(differences)} of {len(own)} answers with version {theirs[0].version} differ: {differences[0]}"
-    if len(differences) >= count_needed(len(own), dtype):
+    # So many answers must differ to prove that the weights do.
+    needed = 1 if dtype == "float32" else min(SURE_FROM, len(own) // 2 + 1)
+    if len(differences) >= needed:
         raise EngineError(f"{engine} does not have the learner's weights: {summary}", fix)
     return f"warning: {engine}: {summary}; this may be rounding"
 
@@ -338,11 +340,6 @@ def find_differences(own: Sequence[Rollout], theirs: Sequence[Rollout], dtype: s
     """Return a description for each pair of answers that two models must have made."""
     pairs = zip(own, theirs, strict=True)
     return [text for mine, other in pairs if (text := difference(mine, other, dtype))]
-
-
-def count_needed(answers: int, dtype: str) -> int:
-    """Return how many of the answers must differ to prove that the weights do."""
-    return 1 if dtype == "float32" else min(SURE_FROM, answers // 2 + 1)
 
 
 def difference(learner: Rollout, engine: Rollout, dtype: str) -> str | None:

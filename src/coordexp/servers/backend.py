@@ -189,8 +189,6 @@ class ServerBackend:
                 if prospect.lost:
                     self._leave_out(index, prospect.lost)  # it may be back already
                 if prospect.failed:
-                    if prospect.responds and self.pool.out.get(index) != prospect.failed:  # the user has to act
-                        self.notify(f"warning: {EngineError(*prospect.failed)}")
                     self.pool = self.pool.mark(index, prospect.failed)
             targets = {k: prospect.is_back for k, prospect in prospects.items() if prospect.is_target}
             if targets:
@@ -225,7 +223,7 @@ class ServerBackend:
             else:
                 self._leave_out(index, delivery.loss)
         if self.rank == 0:
-            self._record_sync(deliveries, version)
+            self._record_sync(deliveries, [index for index in deliveries if probed[index]], version)
         if is_due and self.pool.usable and self.canary.pass_at(version):
             self.notify("the rollout servers answer as the learner does")
 
@@ -242,7 +240,7 @@ class ServerBackend:
 
     # What is recorded
 
-    def _record_sync(self, deliveries: dict[int, Delivery], version: int) -> None:
+    def _record_sync(self, deliveries: dict[int, Delivery], probed: list[int], version: int) -> None:
         """Record the sync of all senders as one event. Each of them has sent the same bytes to each server."""
         losses = {index: delivery.loss for index, delivery in deliveries.items()}
         self.record(
@@ -253,7 +251,7 @@ class ServerBackend:
                 "bytes": max(delivery.nbytes for delivery in deliveries.values()),
                 "synced": [index for index, loss in losses.items() if loss is None],
                 "failed": {str(index): str(EngineError(*loss)) for index, loss in losses.items() if loss},
-                "probed": [index for index, delivery in deliveries.items() if delivery.was_probed],
+                "probed": [index for index in probed if losses[index] is None],
             }
             | self.describe()
         )
