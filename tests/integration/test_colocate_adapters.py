@@ -17,7 +17,7 @@ from torch import Tensor
 from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
-from coordexp.errors import EngineError, UserError
+from coordexp.errors import UserError
 from coordexp.rollout import colocate, load, update
 from coordexp.rollout.backend import Weights
 from coordexp.train.learner import learner_adapter, with_adapter
@@ -155,22 +155,6 @@ def test_an_adapter_with_an_infinite_value_is_not_used(colocation):
         colocation.sync()
         answers = ids(colocation.backend.generate(colocation.requests(TOKENS)))
     assert answers == ids(colocation.learner.generate(colocation.requests(TOKENS)))
-
-
-@pytest.mark.scenario("R07.C23", "R07.S8", on="engine")
-def test_an_engine_that_refuses_the_adapter_stops_a_run_that_may_not_fall_back(colocation, monkeypatch):
-    sync = colocation.backend.sync_mode.sync.model_copy(update={"fallback_to_full": False})
-    sent = Updates(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(colocation.backend.sync_mode, "sync", sync)
-        learn(colocation, TOO_LARGE)
-        with pytest.raises(EngineError) as error, colocation.backend.session():
-            colocation.sync()
-    problem, ways = str(error.value).splitlines()
-    assert problem.startswith("the engine cannot use the adapter:") and "16" in problem
-    assert "sync.mode: full, or sync.fallback_to_full: true" in ways and "rollout_backend: hf" in ways
-    assert sent.whole == 0 and colocation.recorded == []
-    assert colocation.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
 @pytest.mark.scenario("R07.S4", on="engine")

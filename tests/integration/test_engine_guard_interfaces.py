@@ -133,14 +133,6 @@ def test_both_of_vllms_loaders_take_the_class_by_its_name():
     assert _load_v2_logitsprocs_by_fqcns([ENGINE_GUARD]) == [RepeatGuard]
 
 
-def test_each_request_ends_with_its_own_end_of_turn():
-    runner, before = FirstRunner(), scores(3)
-    runner.update(added=[(row, params(stop=row + 4), [7] * 3) for row in range(3)])
-    after = runner.guard.apply(before.clone())
-    assert [row.isfinite().nonzero().flatten().tolist() for row in after] == [[4], [5], [6]]
-    assert torch.equal(after.diagonal(4)[:3], before.diagonal(4)[:3])
-
-
 def test_a_row_that_is_removed_and_used_again_has_only_its_new_request():
     runner, loop = FirstRunner(), [7] * 3
     runner.update(added=[(0, params(), loop), (1, params(), loop)])
@@ -182,14 +174,6 @@ def test_a_slot_that_is_used_again_has_only_its_new_request():
     assert not runner.add(1, params(None))
     runner.commit(1, [7] * 3)
     assert runner.looping([1]) == [False]
-
-
-def test_a_resumed_request_comes_with_the_tokens_that_it_had_written():
-    runner = FakeSecondRunner()
-    runner.add(2, params(guard(max_object_keys=2), (5,)), resumed=[5, 1, 5])
-    assert runner.looping([2]) == [False]
-    runner.commit(2, [5])
-    assert runner.looping([2]) == [True]
 
 
 def test_keys_in_the_prompt_of_a_shorter_answer_are_not_counted():

@@ -14,7 +14,6 @@ from tests.unit.servers.test_updates import (
     run,
     send,
     version_seen,
-    waiting,
 )
 
 
@@ -102,23 +101,6 @@ def test_no_adapter_is_accepted_after_an_update_of_whole_weights_has_begun(fails
         assert updates.update is None and updates.version == (None if fails else "2")
         await send(updates, "4")
         assert await version_seen(updates) == "4"
-
-    run(work)
-
-
-def test_adapters_are_still_accepted_after_an_update_of_whole_weights_ended_before_it_began():
-    async def work() -> None:
-        updates = await claimed_updates()
-        running, begun, ended = await waiting(updates)
-        await updates.leave(A)
-        with refused("update_failed"):
-            await begun
-        ended.set()
-        await running
-        assert not updates.base_changed
-        await updates.take(A)
-        await adapter(updates, "2")
-        assert await version_seen(updates) == "2"
 
     run(work)
 

@@ -300,17 +300,3 @@ def test_neither_answers_nor_learners_wait_for_an_engine_that_cannot_abandon_an_
         assert updates.owner is B
 
     run(work)
-
-
-def test_weights_that_come_before_running_answers_have_ended_are_refused():
-    async def work() -> None:
-        updates = Updates(FakeEngine())
-        await updates.take(A)
-        running, begun, ended = await waiting(updates)
-        with refused("no_update"):
-            await load(updates, "a")
-        ended.set()
-        await asyncio.gather(begun, running)
-        await load(updates, "a")
-
-    run(work)
