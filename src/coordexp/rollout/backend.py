@@ -9,7 +9,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -205,6 +205,7 @@ class RolloutBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Return a context for syncs and generation without training in between. A backend that needs the
         learner's memory holds it until the end of the session."""
+        return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         """Send the weights to the backend. Later rollouts come from them and carry `version`, which no other
@@ -212,9 +213,11 @@ class RolloutBackend(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the facts about the backend that the run's manifest records."""
+        return {}
 
     def close(self) -> None:
         """End all processes and connections of the backend."""
+        return
 
 
 class StartedRollouts(Protocol):

@@ -13,7 +13,7 @@ empty.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, is_sharded, together
-from coordexp.rollout.backend import Decode, Request, Rollout, TextRequest, Weights, common_decode
+from coordexp.rollout.backend import Decode, Request, Rollout, RolloutBackend, TextRequest, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, find_loops, key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder, load_image, make_blank_image
 from coordexp.tasks import ignore
@@ -167,7 +167,7 @@ class Sampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
-class HuggingFaceBackend:
+class HuggingFaceBackend(RolloutBackend):
     """Generates with the model that `model` returns. It is the model that is trained, so `sync` sends nothing.
 
     At most `decode_batch_size` sequences are decoded at once; each beam counts as one."""
@@ -199,17 +199,8 @@ class HuggingFaceBackend:
     def requests_per_call(self) -> int:
         return self.decode_batch_size
 
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def sync(self, weights: Weights, version: int) -> None:
         self.version = version
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
     def _generate_batch(
         self, model: Any, requests: Sequence[Request | TextRequest], lockstep: bool

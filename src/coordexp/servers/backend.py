@@ -9,7 +9,6 @@ servers may be asked.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -45,7 +44,7 @@ LEFT_OUT = "the run goes on without this server until it is back and has receive
 T = TypeVar("T")
 
 
-class ServerBackend:
+class ServerBackend(RolloutBackend):
     """The backend that asks rollout servers.
 
     `reference` answers with the learner's own model. It and each server are asked about the images `probes`, to
@@ -80,9 +79,6 @@ class ServerBackend:
         self.sender = Sender(own, setup, self.asker, self.canary, adapter, notify_here)
         self.pool: Pool | None = None
         self._weights: Weights | None = None
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         """Send the weights as one transaction: all ranks begin it together, and end it with the new version or
