@@ -318,6 +318,7 @@ def _write(
 
 def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"]) -> None:
     """Write one picture per image, named by its number and its file. Small images become PNG files."""
+    from coordexp.data.addresses import join_address
     from coordexp.detect.detections import Detections
     from coordexp.detect.drawing import draw_detections
     from coordexp.rollout.prompt import open_image
@@ -327,7 +328,7 @@ def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["Image
         for (image_id, record), answer in zip(selected, greedy, strict=True):
             if answer.was_asked:
                 size = (record.width, record.height)
-                image = open_image(images / record.image, size)
+                image = open_image(join_address(images, record.image), size)
                 picture = draw_detections(image, Detections.of(answer, record))
                 suffix = "jpg" if picture.size == size else "png"
                 picture.save(folder / f"{image_id}-{Path(record.image).stem}.{suffix}", quality=92)

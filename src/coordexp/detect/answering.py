@@ -115,8 +115,8 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class Answering:
-    """Everything that answering the images of records needs. Image paths are relative to `folder`. `warn` gets a
-    message about every image that cannot be read."""
+    """Everything that answering the images of records needs. Their addresses are relative to `folder`. `warn` gets
+    a message about every image that cannot be read."""
 
     folder: Path
     questions: "Questions"
@@ -169,9 +169,10 @@ class Answering:
 
     def _make_request(self, image_id: int, record: "Record", sample: int | None) -> "Request":
         """Return the request for an image. The seed of a sample depends on the image and its own number only."""
+        from coordexp.data.addresses import join_address
         from coordexp.rollout.backend import ImageRef, Request, request_seed
 
-        image = ImageRef(str(self.folder / record.image), record.width, record.height)
+        image = ImageRef(join_address(self.folder, record.image), record.width, record.height)
         question = self.questions.ask(record)
         if sample is None:
             return Request(image, self.options.greedy(), question=question)

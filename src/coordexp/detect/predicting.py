@@ -18,7 +18,7 @@ from coordexp.data import Questions, Record, RecordFile
 from coordexp.data.images import read_image_size
 from coordexp.detect.answering import Answering, AnswerOptions, make_record
 from coordexp.errors import DataError, UserError, describe_exception
-from coordexp.files import both_ends, write_whole
+from coordexp.files import both_ends, open_file, write_whole
 from coordexp.tasks import ignore
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ def identify(
     hashed by their size and both ends: a copy has the same hash."""
     hashes = []
     for file in sorted(model.glob("*.safetensors")):
-        head, tail, size = both_ends(file, END)
+        with open_file(file) as opened:
+            head, tail, size = both_ends(opened, END)
         hashes.append(hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest())
     return {
         "model": hashes,

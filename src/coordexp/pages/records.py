@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from coordexp.data import AnyRecord, ChatRecord, Record, parse_any_record
+from coordexp.data.addresses import join_address
 from coordexp.data.doctor import KINDS, Problem, check_record, look_at_image
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
@@ -60,7 +61,9 @@ def _view(path: Path, number: int, line: bytes) -> ViewedRecord:
     except (ValueError, RecursionError) as error:
         return ViewedRecord(number, None, (Problem("broken-line", str(error)),), None)
     facts, of_image = look_at_image(path.parent, record, partial(read_image_facts, decode=True))
-    thumbnail = None if facts is None or record.image is None else make_thumbnail(path.parent / record.image)
+    thumbnail = None
+    if facts is not None and record.image is not None:
+        thumbnail = make_thumbnail(join_address(path.parent, record.image))
     return ViewedRecord(number, record, (*of_image, *check_record(record)), thumbnail)
 
 

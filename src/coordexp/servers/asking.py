@@ -1,5 +1,6 @@
 """Asks servers for the rollouts of one rank: calls in threads, and no collectives."""
 
+import base64
 import itertools
 import time
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from typing import Any
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.errors import EngineError
+from coordexp.data.addresses import is_file
+from coordexp.data.images import UNREADABLE, read_image_bytes
+from coordexp.errors import EngineError, explain
 from coordexp.families import STOP_TOKENS
 from coordexp.rollout.backend import Request, Rollout, check_length, check_prompt, common_decode
 from coordexp.rollout.guard import cut_at_end, key_pattern_for
@@ -60,7 +63,7 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
         own = LearnerFields(seed=request.seed, guard=decode.guard.enabled, size=request.image.size)
         infer_request = InferRequest(
             messages=[ChatMessage(role="user", content=IMAGE + text)],
-            images=[str(Path(request.image.path).absolute())],
+            images=[_name_image(request.image.path)],
             data_dict={OWN_KEY: own.to_json()},
         )
         infer_requests.append(infer_request.to_json())
@@ -78,6 +81,16 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
         logprobs=True,
     )
     return InferCall(infer_requests=infer_requests, request_config=config).to_json()
+
+
+def _name_image(address: str) -> str:
+    """Return an image in the form of a request: the path of a file, which a server reads itself, or else its bytes
+    in base64."""
+    if is_file(address):
+        return str(Path(address).absolute())
+    with explain(OSError, f"{address}: not a readable image", UNREADABLE):
+        content = read_image_bytes(address)
+    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def read_answers(body: bytes, requests: Sequence[Request], server: str) -> list[InferItem]:

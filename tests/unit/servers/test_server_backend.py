@@ -472,12 +472,12 @@ def test_a_run_goes_on_at_once_without_a_server_that_hangs_in_a_sync_and_is_sile
 
 
 def test_a_run_goes_on_at_the_deadline_without_a_server_that_is_alive_and_loads_no_weights(run):
-    learner = run(sync_timeout_s=2)
+    learner = run(sync_timeout_s=8)  # the other server may be slow, too, on a busy machine
     learner.sync(1)
-    learner.servers[0].faults["/load_bucket/"].append(slow(8))
+    learner.servers[0].faults["/load_bucket/"].append(slow(25))
     began = time.monotonic()
     learner.sync(2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 12
     assert learner.backend.pool.usable == (1,)
     assert any("too slowly for rollout_matching.vllm.sync.timeout_s" in message for message in learner.messages)
     learner.sync(3)

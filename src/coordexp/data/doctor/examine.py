@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from coordexp.data.addresses import join_address
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS
 from coordexp.data.images import ImageFacts, size_problem
@@ -31,7 +32,7 @@ MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may de
 EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
-ReadImage = Callable[[Path], ImageFacts]
+ReadImage = Callable[[str], ImageFacts]  # takes an address
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
 SMALL = 20  # bins; below this median side, the masks of matching are too coarse
 
@@ -304,7 +305,7 @@ def look_at_image(
     if look is None or record.image is None:
         return None, ()
     try:
-        image = look(folder / record.image)
+        image = look(join_address(folder, record.image))
     except FileNotFoundError:
         return None, (Problem("image-missing", repr(record.image)),)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
