@@ -102,10 +102,7 @@ def generate_rollouts(
     for request, ids in zip(requests, prompt_ids, strict=True):
         check_length(request, len(ids), engine.llm_engine.model_config.max_model_len)
     inputs = [
-        {
-            "prompt": prompts.text(request.question),
-            "multi_modal_data": {"image": load_image(request.image)},
-        }
+        {"prompt": prompts.text(request.question), "multi_modal_data": {"image": load_image(request.image)}}
         for request in requests
     ]
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)

@@ -33,13 +33,7 @@ from coordexp.errors import EngineError, explain
 from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup, check_guard_class
 from coordexp.servers.answering import AllowedImages, Answering, Item
-from coordexp.servers.connections import (
-    MOST_BYTES,
-    UVICORN,
-    AccessControl,
-    to_response,
-    too_large,
-)
+from coordexp.servers.connections import MOST_BYTES, UVICORN, AccessControl, to_response, too_large
 from coordexp.servers.engine import ServedEngine, Watchdog, check_devices, engine_ended
 from coordexp.servers.protocol import (
     MOST_REQUESTS,

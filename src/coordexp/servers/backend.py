@@ -20,15 +20,7 @@ from torch import distributed as dist
 from coordexp.config.rollout import capacity_shortage
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, sum_over_ranks, together
-from coordexp.rollout.backend import (
-    AdapterWeights,
-    Canary,
-    ImageRef,
-    Request,
-    Rollout,
-    RolloutBackend,
-    Weights,
-)
+from coordexp.rollout.backend import AdapterWeights, Canary, ImageRef, Request, Rollout, RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
 from coordexp.servers.asking import Asker, Generation, Started

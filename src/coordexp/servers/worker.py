@@ -88,7 +88,9 @@ class Receiver(Reload):
             super().begin()
 
     def load(self, metadatas: list[Metadata], next_bytes: int) -> None:
-        """Receive a bucket, unless it has been received ahead, and load it."""
+        """Receive a bucket, unless it has been received ahead, and load it. A later bucket overwrites its buffer,
+        but vLLM's reload keeps references to a layer's weights until the last of them has arrived, which may be in
+        a later bucket or at the end. Those that still point to the buffer are cloned."""
         size = check_metadata(metadatas)
         ahead, self._ahead = self._ahead, None
         buffer = ahead.result() if ahead else self._receive(size)
@@ -96,27 +98,24 @@ class Receiver(Reload):
             raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
         if next_bytes:
             self._ahead = Task(self._receive, next_bytes)
-        if self._adapter is None:
-            self.load_bucket(metadatas, buffer)
-        else:  # vLLM keeps adapters on the host
-            self._adapter |= {name: part.to("cpu", copy=True) for name, part in unflatten(metadatas, buffer)}
-        if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
-            torch.cuda.current_stream(self.device).synchronize()
-        if not next_bytes:
-            self._free_buffers()  # until the next update
-
-    def load_bucket(self, metadatas: list[Metadata], buffer: Tensor) -> None:
-        """Load a bucket from a buffer that a later bucket overwrites. vLLM's reload keeps references to a layer's
-        weights until the last of them has arrived, which may be in a later bucket or at the end. Those that still
-        point to the buffer are cloned."""
-        self.take(unflatten(metadatas, buffer))
-        start = buffer.untyped_storage().data_ptr()
-        for module in self.model.modules():
-            for _, call in get_layerwise_info(module).loaded_weights:
+        weights = unflatten(metadatas, buffer)
+        if self._adapter is not None:  # vLLM keeps adapters on the host
+            self._adapter |= {name: weight.to("cpu", copy=True) for name, weight in weights}
+        else:
+            self.take(weights)
+            start = buffer.untyped_storage().data_ptr()
+            calls = [
+                call for module in self.model.modules() for _, call in get_layerwise_info(module).loaded_weights
+            ]
+            for call in calls:
                 for name, value in call.arguments.items():
                     is_real = isinstance(value, Tensor) and not value.is_meta
                     if is_real and value.untyped_storage().data_ptr() == start:
                         call.arguments[name] = value.clone()
+        if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
+            torch.cuda.current_stream(self.device).synchronize()
+        if not next_bytes:
+            self._free_buffers()  # until the next update
 
     def build_adapter(self, config: dict[str, Any], id: int) -> None:
         """Build vLLM's adapter from the received tensors. The old adapter stays in use."""
