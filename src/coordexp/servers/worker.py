@@ -6,6 +6,7 @@ while it loads this one.
 
 import signal
 import traceback
+from itertools import chain
 from multiprocessing import parent_process
 from typing import Any
 
@@ -104,10 +105,8 @@ class Receiver(Reload):
         else:
             self.take(weights)
             start = buffer.untyped_storage().data_ptr()
-            calls = [
-                call for module in self.model.modules() for _, call in get_layerwise_info(module).loaded_weights
-            ]
-            for call in calls:
+            layers = map(get_layerwise_info, self.model.modules())
+            for _, call in chain.from_iterable(layer.loaded_weights for layer in layers):
                 for name, value in call.arguments.items():
                     is_real = isinstance(value, Tensor) and not value.is_meta
                     if is_real and value.untyped_storage().data_ptr() == start:
