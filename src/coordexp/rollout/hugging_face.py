@@ -207,7 +207,12 @@ class HuggingFaceBackend(RolloutBackend):
     ) -> list[Rollout]:
         decode, stop = common_decode(requests), self.table.end_of_turn
         pattern = key_pattern_for(decode.guard, self.table)
-        rows = [_prompt_ids(self.prompts, request) for request in requests]
+        rows = [
+            self.prompts.text_ids(request.question)
+            if isinstance(request, TextRequest)
+            else self.prompts.ids(*request.image.size, request.image.path, request.question)
+            for request in requests
+        ]
         inputs = _pad_batch(self.prompts, requests, rows, pad=stop, device=model.device)
         if lockstep and "pixel_values" not in inputs:
             _add_blank_image(model, inputs, self.prompts.image_token)
@@ -322,12 +327,6 @@ def _filler_requests(model: Any, batches: Sequence[Sequence[Request | TextReques
     together(ignore)  # wait for all ranks
     most_batches = max(map(int, gather_texts(str(len(batches)))))
     return [TextRequest("Wait.", Decode.greedy(1)) for _ in range(most_batches - len(batches))]
-
-
-def _prompt_ids(prompts: PromptBuilder, request: Request | TextRequest) -> list[int]:
-    if isinstance(request, TextRequest):
-        return prompts.text_ids(request.question)
-    return prompts.ids(*request.image.size, request.image.path, request.question)
 
 
 def _pad_batch(

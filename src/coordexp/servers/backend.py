@@ -110,7 +110,8 @@ class ServerBackend(RolloutBackend):
             together(partial(generation.wait, started.indices))
             assert self.pool is not None
             losses = generation.take_losses(self.pool)
-            missing, lost = sum_over_ranks([generation.count_missing(started.indices), len(losses)])
+            own = [index for index in started.indices if index not in generation.rollouts]
+            missing, lost = sum_over_ranks([len(own), len(losses)])
             if lost:
                 for index, loss in _share(losses, Loss).items():
                     self._leave_out(index, loss)

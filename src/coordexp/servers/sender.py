@@ -18,7 +18,7 @@ from torch import Tensor
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, AdapterWeights, Canary, Rollout, Weights
 from coordexp.rollout.start import EngineSetup
-from coordexp.rollout.weights import SyncMode, find_non_finite, non_finite_error
+from coordexp.rollout.weights import DIVERGED, SyncMode, find_non_finite
 from coordexp.servers.asking import Asker
 from coordexp.servers.client import ALTERNATIVES, OTHERWISE, ErrorResponse, ServerClient, ServerFacts, ServerLost
 from coordexp.servers.links import FlatBucket, Link, examine_server
@@ -271,7 +271,8 @@ def send(
     finally:
         deque(passing, maxlen=0)  # other ranks take part in the pass, so it goes on to its end also after an error
     if broken is not None:
-        raise non_finite_error(broken)
+        problem = f"the learner's weights were not sent: {broken} has NaN or Inf values"
+        raise EngineError(problem, DIVERGED)
     steps.begin(methodcaller("finish", version, steps.until))
     steps.wait(is_last=True)
     return Sent(steps.errors, total, time.monotonic() - began)
