@@ -154,14 +154,16 @@ class RequestConfig(StrictMessage):
     stream: bool = False
 
 
+def _default_config(value: Any) -> Any:
+    return {} if value is None else value
+
+
 class InferCall(StrictMessage):
     """The body of a call. Its requests are read one by one, so that a bad one fails alone. ms-swift's own client
     also sends `metrics` and `use_tqdm`, which change no answer."""
 
     infer_requests: Annotated[list[Any], Field(max_length=MOST_REQUESTS)]
-    request_config: Annotated[RequestConfig, BeforeValidator(lambda value: {} if value is None else value)] = (
-        RequestConfig()
-    )
+    request_config: Annotated[RequestConfig, BeforeValidator(_default_config)] = RequestConfig()
     metrics: Any = None
     use_tqdm: Any = None
 
