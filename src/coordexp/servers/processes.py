@@ -76,10 +76,8 @@ def run_coordinator(**arguments: Any) -> None:
 def end_with_parent() -> None:
     """Have Linux kill this process of an engine when its parent ends, whatever both are doing at that time:
     otherwise it would live on and keep its memory. The parent of a worker is the engine."""
-    child_processes.end_with_parent()
     parent = parent_process()
-    if parent is not None and parent.pid != os.getppid():  # it has ended before
-        os._exit(1)
+    child_processes.end_with_parent(parent.pid if parent and parent.pid else os.getppid())
 
 
 def has_ended(core: Any) -> bool:
