@@ -86,8 +86,9 @@ class AllowedImages:
         """Return the path or the bytes of an image, and a name for messages."""
         if not _is_path(source):
             content = source.partition(",")[2] if source.startswith("data:") else source
-            problem = f"{source[:40]}: neither a path nor base64"
-            with explain(ValueError, problem, "send one of them", to=bad_request):
+            with explain(
+                ValueError, f"{source[:40]}: neither a path nor base64", "send one of them", to=bad_request
+            ):
                 return base64.b64decode(content, validate=True), "the base64 image"
         if is_url(source):
             if problem := find_url_problem(source):
