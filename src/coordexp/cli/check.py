@@ -228,6 +228,7 @@ def _record_problems(
     kind, polygons that native answers cannot express, and images that are missing or in none of the folders."""
     from coordexp.data import Record, find_wrong_kind, read_any_records  # numpy takes a tenth of a second
     from coordexp.data.addresses import is_file, join_address, parse_address
+    from coordexp.data.stores import check_allowed
 
     try:
         lines = list(islice(read_any_records(file), FIRST))
@@ -240,7 +241,13 @@ def _record_problems(
         yield f"{file}: {wrong[0]}", wrong[1]
     images = [record.image for _, record in lines if record.image is not None]
     addresses = [(image, parse_address(join_address(file.parent, image))) for image in images]
-    if missing := [image for image, address in addresses if not Path(address.file).is_file()]:
+    try:
+        for address in {address.location for _, address in addresses if address.is_url}:
+            check_allowed(address)
+    except UserError as error:
+        yield f"{file}: {error.problem}", error.fix
+    missing = [image for image, place in addresses if not place.is_url and not Path(place.location).is_file()]
+    if missing:
         more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
         yield f"{file}: {missing[0]} does not exist{more}", "image paths are relative to the folder of the file"
     for image in filter(is_file, images if folders is not None else ()):

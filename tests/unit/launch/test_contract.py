@@ -117,9 +117,10 @@ def test_only_the_schema_lists_rollout_keys_and_only_the_loader_makes_settings_o
     """A consumer that reads the file or builds the section itself would have a contract of its own."""
     makers = {"RolloutMatching", "Settings", "VLLM", "ServerPool", "Offload"}
     for file in SOURCE.rglob("*.py"):
-        if SOURCE / "config" in file.parents:
+        text = file.read_text()
+        if SOURCE / "config" in file.parents or not re.search("|".join(makers | {"yaml_tree"}), text):
             continue
-        tree = ast.parse(file.read_text())
+        tree = ast.parse(text)
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         assert not makers & set(calls), file
         assert "Settings.model_validate" not in calls, file
