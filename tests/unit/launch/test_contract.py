@@ -68,7 +68,7 @@ def preflight_sees(monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     record(launcher, "make_plan", 0)
-    record(preflight, "settings_problems", 0)
+    record(preflight, "model_problems", 0)
     record(preflight, "port_problems", 0)
     record(preflight, "memory_problems", 1)
     return seen
@@ -98,7 +98,7 @@ def test_the_launchers_preflight_and_the_trainer_it_starts_see_the_same_contract
     CliRunner().invoke(app, list(plan.learner.command[3:]), env=dict(plan.learner.env))
     contract = trainer_gets["step"].rollout_matching_cfg
     assert type(contract) is RolloutContract
-    assert set(preflight_sees) == {"make_plan", "settings_problems", "port_problems", "memory_problems"}
+    assert set(preflight_sees) == {"make_plan", "model_problems", "port_problems", "memory_problems"}
     for part, (seen, _) in preflight_sees.items():
         assert type(seen) is RolloutContract, part
         assert seen == contract, part
