@@ -168,7 +168,7 @@ def make_dataset(records: RecordFile, question: str) -> Any:
 
     def load(rows: dict[str, list[int]]) -> dict[str, list[Any]]:
         chosen = [records[index] for index in rows["index"]]
-        images = [open_image(records.image_path(record), (record.width, record.height)) for record in chosen]
+        images = [open_image(records.image_address(record), (record.width, record.height)) for record in chosen]
         return rows | {"image": images, "prompt": [[{"role": "user", "content": question}] for _ in chosen]}
 
     return Dataset.from_dict({"index": list(range(len(records)))}).with_transform(load)

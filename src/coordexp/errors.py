@@ -27,6 +27,11 @@ class DataError(UserError, ValueError):
     """A problem in the user's data or files."""
 
 
+class StoreError(UserError):
+    """A file system or an object store did not answer. That says nothing about the data, so this is neither a
+    DataError nor an OSError, which are taken for problems of the image that was read."""
+
+
 class EngineError(UserError, RuntimeError):
     """A rollout engine or server could not be started, or failed."""
 

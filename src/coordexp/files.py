@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from coordexp.errors import DataError, UserError, describe_exception, explain
 
@@ -148,13 +148,12 @@ def sync_folder(folder: Path) -> None:
             raise
 
 
-def both_ends(path: Path, length: int) -> tuple[bytes, bytes, int]:
+def both_ends(file: IO[bytes], length: int) -> tuple[bytes, bytes, int]:
     """Return the first and the last `length` bytes of a file, which overlap in a short file, and its size."""
-    with open_file(path) as file:
-        head = file.read(length)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - length))
-        return head, file.read(length), size
+    head = file.read(length)
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - length))
+    return head, file.read(length), size
 
 
 def is_torn(line: bytes) -> bool:

@@ -1,9 +1,11 @@
 """Predictions in shards: the files of many processes, some of them killed, are those of one undisturbed one."""
 
 import json
+import random
 import signal
 import time
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -86,3 +88,43 @@ def test_options_that_make_no_sense_for_a_shard_are_refused(scenes):
         refused = run(*predict(scenes, "refused", *words))
         assert refused.exit_code == 1 and words[-2 if words[-1] != "--resume" else -1] in refused.output
     assert run(*predict(scenes, "s")).exit_code == 1
+
+
+def test_two_workers_of_which_two_are_killed_at_random_make_the_predictions_of_one_process(scenes):
+    """The first process replaces a worker that was killed, and removes the folder of the shards at the end."""
+    chance, killed = random.Random(7), []
+    words = ["-m", "coordexp", *map(str, predict(scenes, "two.json", "--samples", "1", "--workers", "2"))]
+    with started(words) as process:
+        while process.process.poll() is None and process.seconds < 200:
+            at_work = sorted((scenes / "two.shards").glob("*.unfinished.jsonl"))
+            parent = psutil.Process(process.process.pid)
+            workers = [
+                child for child in parent.children() if any("spawn_main" in word for word in child.cmdline())
+            ]
+            if at_work and workers and len(killed) < 2:
+                victim = chance.choice(workers)
+                victim.kill()
+                killed.append(victim.pid)
+                time.sleep(chance.uniform(6, 8))
+            time.sleep(0.01)
+        assert process.wait(60) == 0, process.shown
+        assert process.shown.count("another one takes it") >= 1 and len(killed) == 2, process.shown
+        assert not process.remains()
+    assert read_all(scenes, "two.json") == read_all(scenes, "preds.json")
+    assert not (scenes / "two.shards").exists()
+
+
+def test_workers_end_with_the_first_process_and_their_answers_are_resumed(scenes):
+    words = ["-m", "coordexp", *map(str, predict(scenes, "ended.json", "--samples", "1", "--workers", "2"))]
+    folder = scenes / "ended.shards"
+    with started(words) as process:
+        while not list(folder.glob("*-of-*")):
+            assert process.process.poll() is None and process.seconds < 120, process.shown
+            time.sleep(0.01)
+        process.process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        assert not process.remains()
+    assert run(*predict(scenes, "ended.json", "--samples", "1", "--workers", "1")).exit_code == 1
+    resumed = run(*predict(scenes, "ended.json", "--samples", "1", "--workers", "1", "--resume"))
+    assert resumed.exit_code == 0, resumed.output
+    assert read_all(scenes, "ended.json") == read_all(scenes, "preds.json") and not folder.exists()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import bar, err, need, need_page, out, progress
-from coordexp.cli.shards import interrupt, predict_shard, report_unreadable, warn
+from coordexp.cli.shards import interrupt, predict_shard, predict_with_workers, report_unreadable, warn
 from coordexp.config.settings import AnswerFormatName
+from coordexp.data.shards import Shard
 from coordexp.detect.answering import (
     API_KEY,
     Answering,
@@ -21,6 +22,7 @@ from coordexp.detect.answering import (
     find_untrained_request,
     find_whole_model,
 )
+from coordexp.detect.shards import PredictionJob
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -100,9 +102,11 @@ def predict(
     resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
     shard: Annotated[
         str | None,
-        typer.Option(
-            help="Answer only a part of the records, 0/16 to 15/16, unless that is finished."
-        ),
+        typer.Option(help="Answer only a part of the records, 0/16 to 15/16, unless that is finished."),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(help="So many processes that share the records; auto is one per GPU of the machine."),
     ] = None,
 ) -> None:
     """Answer every image greedily, and with --samples also at random. Scores are token probabilities."""
@@ -120,20 +124,25 @@ def predict(
     if backend == "vllm":
         need("vllm", extra="vllm")
     model = find_whole_model(model)
-    if shard is not None:
-        given = {"--images": images, "--draw": draw, "--page": page, "--resume": resume}
-        if data is None or any(given.values()):
-            option = next(name for name, value in given.items() if value)
-            raise UserError(f"{option} has no effect with --shard", "leave it out; a shard is part of --data")
-        from coordexp.data.shards import Shard
-        from coordexp.detect.shards import PredictionJob
-
-        part = Shard.parse(shard)
+    if shard is not None or workers is not None:
+        name = "--workers" if shard is None else "--shard"
+        given = {"--images": images, "--draw": draw, "--page": page, "--resume": resume and shard is not None}
+        given["--workers"] = workers is not None and shard is not None
+        if unused := [option for option, value in given.items() if value]:
+            raise UserError(f"{unused[0]} has no effect with {name}", "leave it out")
+        assert data is not None
+        part = Shard(0, 1) if shard is None else Shard.parse(shard)
+        folder = to if shard is not None else to.with_suffix(".shards")
         settings = (batch, limit, prompt, answer_format, backend or "hf", server, served_model)
-        predict_shard(PredictionJob(model, data, to, part.count, options, *settings), part)
+        job = PredictionJob(model, data, folder, part.count, options, *settings)
+    if shard is not None:
+        predict_shard(job, part)
         return
     if to.is_dir():
         raise UserError(f"{to} is a folder", f"give the file to write, e.g. --out {to / 'preds.json'}")
+    if workers is not None:
+        predict_with_workers(job, to, workers, resume)
+        return
     sources = [*(images or ()), *(more_images or ())]
     source = _read_records(data) if data else _read_images(sources, names, expression, prompt)
     selected = source.images[:limit]
@@ -303,6 +312,7 @@ def _write(
 
 def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"]) -> None:
     """Write one picture per image, named by its number and its file. Small images become PNG files."""
+    from coordexp.data.addresses import join_address
     from coordexp.detect.detections import Detections
     from coordexp.detect.drawing import draw_detections
     from coordexp.rollout.prompt import open_image
@@ -312,7 +322,7 @@ def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["Image
         for (image_id, record), answer in zip(selected, greedy, strict=True):
             if answer.was_asked:
                 size = (record.width, record.height)
-                image = open_image(images / record.image, size)
+                image = open_image(join_address(images, record.image), size)
                 picture = draw_detections(image, Detections.of(answer, record))
                 suffix = "jpg" if picture.size == size else "png"
                 picture.save(folder / f"{image_id}-{Path(record.image).stem}.{suffix}", quality=92)

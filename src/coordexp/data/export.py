@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from coordexp.data.addresses import is_file
 from coordexp.data.records import Record, RecordObject, read_records
 from coordexp.errors import DataError, UserError, explain
 from coordexp.files import is_free, write_parts, write_whole
@@ -101,6 +102,11 @@ def export_yolo(
     objects = 0
     all_records = ((split, source, *entry) for split, source in files.items() for entry in read_records(source))
     for split, source, line, record in all_records:
+        if not is_file(record.image):
+            raise DataError(
+                f"{source}:{line}: {record.image} is a part of a file, and Ultralytics reads files",
+                "export COCO, which only names images, or write the images to files first",
+            )
         *folders, file_name = PurePosixPath(_name_in(images, source, line, record)).parts
         name = PurePosixPath(split, *(folder for folder in folders if folder != "images"), file_name)
         label = name.with_suffix(".txt").as_posix()

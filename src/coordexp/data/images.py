@@ -1,4 +1,6 @@
-"""The one place that opens image files: it reads their size, whether they can be decoded, and a content hash.
+"""The one place that opens images: it reads their size, whether they can be decoded, and a content hash.
+
+An image is named by its address (a str), or by the path of a file (a Path), in which `#` has no meaning.
 
 A photo may be stored on its side, with EXIF data that say how to rotate it. Its size here is the one after
 rotation, which is also what vision processors use. Needs Pillow, which is imported when the first file is read.
@@ -7,12 +9,12 @@ rotation, which is also what vision processors use. Needs Pillow, which is impor
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
-from coordexp.errors import UserError
+from coordexp.data.addresses import ImageError, open_address, tell_failures_apart
 from coordexp.files import both_ends, open_file
 
 if TYPE_CHECKING:
@@ -28,10 +30,9 @@ _ORIENTATION, _BITS, _PHOTOMETRIC, _TILE_WIDTH, _TILE_LENGTH = 0x0112, 258, 262,
 # Pillow raises these for tags with wrong values.
 _BROKEN = (TypeError, KeyError, IndexError, OverflowError, struct.error)
 _ENDS = 4096  # bytes from each end of a file that are hashed
+UNREADABLE = "`coordexp data doctor` finds all such images, and `coordexp data clean` leaves their records out"
 
-
-class ImageError(UserError, OSError):
-    """A file that is not a readable image. It is also an OSError, like the error for a missing file."""
+Source: TypeAlias = str | Path | IO[bytes]  # an address, the path of a file, or the bytes themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +61,49 @@ def _pixel_problem(width: int, height: int) -> str | None:
 
 
 @contextmanager
-def open_image_file(source: Path | IO[bytes]) -> "Iterator[Image.Image]":
+def open_image_file(source: Source) -> "Iterator[Image.Image]":
     """Open an image and read its header; its pixels are decoded when they are used. Raise ImageError if it is not
     a regular file, if the format is not in `FORMATS`, if there are too many pixels or pixels of an unknown range,
-    or if the file is broken, even if that shows inside the block."""
-    from PIL import Image, UnidentifiedImageError
+    or if the file is broken, even if that shows inside the block. Raise StoreError if its storage does not
+    answer."""
+    with _open_source(source) as file, _open_image(file) as image:
+        yield image
 
-    Image.MAX_IMAGE_PIXELS = None  # our own limit applies: an error above it, and no warning below it
+
+@contextmanager
+def _open_source(source: Source) -> Iterator[IO[bytes]]:
+    """Open a source. Every error of the block that says something about the image becomes an ImageError."""
+    from PIL import UnidentifiedImageError
+
     try:
-        with (
-            open_file(source) if isinstance(source, Path) else nullcontext(source) as file,
-            Image.open(file, formats=FORMATS) as image,
-        ):
-            if problem := _pixel_problem(*image.size):
-                raise ImageError(problem)
-            if image.format == "TIFF":
-                _check_tiles(image)
-            _check_mode(image)
-            yield image
+        with tell_failures_apart(str(source)), _open_bytes(source) as file:
+            yield file
     except FileNotFoundError:
         raise
     except UnidentifiedImageError as error:
         raise ImageError(f"not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from error
     except (OSError, ValueError, SyntaxError, EOFError, *_BROKEN) as error:
         raise ImageError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
+
+
+def _open_bytes(source: Source) -> AbstractContextManager[IO[bytes]]:
+    if isinstance(source, str):
+        return open_address(source)
+    return open_file(source) if isinstance(source, Path) else nullcontext(source)
+
+
+@contextmanager
+def _open_image(file: IO[bytes]) -> "Iterator[Image.Image]":
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # our own limit applies: an error above it, and no warning below it
+    with Image.open(file, formats=FORMATS) as image:
+        if problem := _pixel_problem(*image.size):
+            raise ImageError(problem)
+        if image.format == "TIFF":
+            _check_tiles(image)
+        _check_mode(image)
+        yield image
 
 
 def _check_mode(image: "Image.Image") -> None:
@@ -130,24 +150,30 @@ def upright_size(image: "Image.Image") -> tuple[int, int, bool]:
     return (height, width, is_rotated) if is_rotated else (width, height, is_rotated)
 
 
-def read_image_size(path: Path) -> tuple[int, int]:
-    facts = read_image_facts(path)
+def read_image_bytes(address: str) -> bytes:
+    """Return the bytes behind the address of an image, which need not be one. Raise as `open_image_file` does."""
+    with _open_source(address) as file:
+        return file.read()
+
+
+def read_image_size(source: Source) -> tuple[int, int]:
+    facts = read_image_facts(source)
     return facts.width, facts.height
 
 
-def read_image_facts(path: Path, *, decode: bool = False) -> ImageFacts:
-    """Read the header of an image file. Decode its pixels too if `decode` is set or the file seems to be cut
-    off."""
-    with open_image_file(path) as image:
-        content_hash, is_complete = _hash_ends(path)
-        width, height, is_rotated = upright_size(image)
-        if decode or not is_complete:
-            image.load()
+def read_image_facts(source: Source, *, decode: bool = False) -> ImageFacts:
+    """Read the header of an image. Decode its pixels too if `decode` is set or the image seems to be cut off."""
+    with _open_source(source) as file:
+        content_hash, is_complete = _hash_ends(file)
+        with _open_image(file) as image:
+            width, height, is_rotated = upright_size(image)
+            if decode or not is_complete:
+                image.load()
     return ImageFacts(width, height, is_rotated, content_hash)
 
 
-def _hash_ends(path: Path) -> tuple[bytes, bool]:
+def _hash_ends(file: IO[bytes]) -> tuple[bytes, bool]:
     """Return a hash of the size and both ends of a file, and whether it ends like a complete JPEG or PNG."""
-    head, tail, size = both_ends(path, _ENDS)
+    head, tail, size = both_ends(file, _ENDS)
     content_hash = hashlib.blake2b(head + tail + size.to_bytes(8, "big"), digest_size=12).digest()
     return content_hash, tail.rstrip(b"\0").endswith((b"\xff\xd9", b"IEND\xaeB`\x82"))

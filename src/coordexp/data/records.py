@@ -21,7 +21,8 @@ A chat record has a question and its answer instead of objects, with an image or
     {"image": "images/7.png", "width": 640, "height": 480, "question": "How many cups are there?", "answer": "3"}
     {"question": "What is the capital of France?", "answer": "Paris"}
 
-Image paths are relative to the folder of the file. Files are streamed, and `RecordFile` reads any line without the
+`image` is the address of an image (`coordexp.data.addresses`): a file, relative to the folder of the data file, or
+a part of one. Files are streamed, and `RecordFile` reads any line without the
 others. A line that breaks a rule is a `DataError` that names the file and the line number.
 """
 
@@ -50,6 +51,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12, and brings the package
 
+from coordexp.data.addresses import join_address
 from coordexp.data.geometry import (
     BINS,
     COUNT_RULE,
@@ -369,10 +371,10 @@ class RecordFile:
         record = self[index]
         return self._index.line_number(index) if record.image_id is None else record.image_id, record
 
-    def image_path(self, record: AnyRecord) -> Path:
-        """Return the path of a record's image, which it must have."""
+    def image_address(self, record: AnyRecord) -> str:
+        """Return the address of a record's image, which it must have."""
         assert record.image is not None
-        return self.path.parent / record.image
+        return join_address(self.path.parent, record.image)
 
 
 def check_value(kind: TypeAdapter[T], value: Any) -> T:

@@ -103,10 +103,10 @@ def open_data(sets: Sequence[Sequence[Path]], notify: Callable[[str], None] = ig
     return _join([_join([RecordFile(path, notify) for path in paths]) for paths in sets])
 
 
-def locate_image(files: Sequence[RecordFile], path: str) -> str:
+def locate_image(files: Sequence[RecordFile], address: str) -> str:
     """Return the file and the line of the first record with an image, such as `train.jsonl:40`, or nothing. The
     files are searched line by line, so this is for errors only."""
-    name = Path(path).name
+    name = address.rpartition("/")[2]
     spellings = {name.encode("utf-8", "surrogateescape"), json.dumps(name)[1:-1].encode()}
     for file in files:
         with file.path.open("rb") as lines:
@@ -114,7 +114,7 @@ def locate_image(files: Sequence[RecordFile], path: str) -> str:
                 if any(spelling in line for spelling in spellings):
                     with suppress(ValueError):
                         record = parse_any_record(line)
-                        if record.image is not None and str(file.image_path(record)) == path:
+                        if record.image is not None and file.image_address(record) == address:
                             return f"{file}:{number}"
     return ""
 

@@ -215,14 +215,15 @@ class Answering:
         return Request(image, self.options.sampling(), seed, question)
 
     def answer_batch(self, images: "Truth", folder: Path, warn: Callable[[str], None]) -> "list[ImageAnswer]":
-        """Return the greedy answer of each image, followed by its sampled ones. Image paths are relative to
+        """Return the greedy answer of each image, followed by its sampled ones. Addresses are relative to
         `folder`. An image that cannot be read gets answers that say so, and `warn` a message about it; the rest of
         the batch is then asked without it."""
+        from coordexp.data.addresses import join_address
         from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer
         from coordexp.rollout.backend import ImageRef
 
         asked = [
-            (image_id, record, ImageRef(str(folder / record.image), record.width, record.height))
+            (image_id, record, ImageRef(join_address(folder, record.image), record.width, record.height))
             for image_id, record in images
         ]
         try:

@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -25,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import check_base_url
-from coordexp.data.images import open_image_file, upright_size
+from coordexp.data.images import open_image_file, read_image_bytes, upright_size
 from coordexp.errors import EngineError, UserError, explain
 from coordexp.rollout.backend import ImageRef, Request, Rollout, check_length, check_prompt, common_decode
 from coordexp.rollout.guard import cut_at_end
@@ -239,15 +238,15 @@ def to_data_url(image: ImageRef) -> str:
     """Return an image as a data URL. A JPEG file that is upright and in RGB is sent as it is; everything else is
     sent as a PNG, which loses nothing."""
     upright = load_image(image)  # also checks the file: the server's message about it would say less
-    if image.pixels is None and _is_plain_jpeg(Path(image.path)):
-        return _data_url("jpeg", Path(image.path).read_bytes())
+    if image.pixels is None and _is_plain_jpeg(image.path):
+        return _data_url("jpeg", read_image_bytes(image.path))
     buffer = io.BytesIO()
     upright.save(buffer, "PNG", compress_level=1)
     return _data_url("png", buffer.getvalue())
 
 
-def _is_plain_jpeg(path: Path) -> bool:
-    with open_image_file(path) as file:
+def _is_plain_jpeg(address: str) -> bool:
+    with open_image_file(address) as file:
         _, _, is_rotated = upright_size(file)
         is_mirrored = Image.Image.getexif(file).get(0x0112, 1) != 1
         return file.format == "JPEG" and file.mode == "RGB" and not is_rotated and not is_mirrored

@@ -128,7 +128,7 @@ class Detector:
         with `prompt` in other words, which may contain {classes} or {expression}. Raise DataError if an image
         cannot be read."""
         is_one = not isinstance(images, Sequence) or isinstance(images, str)
-        given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment,list-item]
+        given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment]
         results: list[Detections] = []
         for start in range(0, len(given), self.batch):
             asked = []
@@ -172,7 +172,7 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
         if str(source).startswith(("http:/", "https:/", "s3:/", "gs:/")):
             raise UserError(f"{source}: images are not read from URLs", "download it, and give its path")
         with explain(OSError, f"{source}: not a readable image", "give the path of an image file"):
-            return ImageRef(str(source), *read_image_size(Path(source)))
+            return ImageRef(str(source), *read_image_size(str(source)))
     if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape[2:] == (3,) and source.size:
         source = Image.fromarray(source)
     if not isinstance(source, Image.Image):

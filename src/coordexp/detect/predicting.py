@@ -18,7 +18,7 @@ from coordexp.data.images import read_image_size
 from coordexp.data.shards import check_same_request
 from coordexp.detect.answering import Answering, AnswerOptions, AskedModel, make_record
 from coordexp.errors import DataError, UserError, describe_exception
-from coordexp.files import both_ends, write_whole
+from coordexp.files import both_ends, open_file, write_whole
 from coordexp.tasks import ignore
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def identify(model: AskedModel, source: Source, options: AnswerOptions, server: 
     hashed by their size and both ends: a copy has the same hash."""
     hashes, answer_format = [], model.answer_format.name
     for file in sorted(model.folder.glob("*.safetensors")):
-        head, tail, size = both_ends(file, END)
+        with open_file(file) as opened:
+            head, tail, size = both_ends(opened, END)
         hashes.append(hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest())
     return {
         "model": hashes,

@@ -69,7 +69,7 @@ class ShardPredictor:
         job.options.check_format(self._model.answer_format.name)
         source = Source((), self._records.path.parent, self._records.sha256)
         cut = {"batch": job.batch, "images": self.images}
-        self._request = identify(self._model, source, job.options, job.server) | cut
+        self.request = identify(self._model, source, job.options, job.server) | cut
         self._generator: Generator | None = None
         self._longest = 0
 
@@ -78,11 +78,11 @@ class ShardPredictor:
         was answered before an interruption is kept. `notify` gets the number of images that are answered."""
         shard, job = Shard(number, self.job.shards), self.job
         with claim(job.folder, shard):
-            if is_finished(job.folder, shard, self._request):
+            if is_finished(job.folder, shard, self.request):
                 return False
             part = shard.cut(self.images, job.batch)
             images = [self._records.read_with_image_id(index) for index in part]
-            unfinished = UnfinishedPredictions(job.folder / f"{shard.name}.json", self._request)
+            unfinished = UnfinishedPredictions(job.folder / f"{shard.name}.json", self.request)
             answers: list[ImageAnswer] = []
             if unfinished.path.is_file():
                 answers = unfinished.resume_batches(len(images), job.batch, job.options)
@@ -141,7 +141,7 @@ class ShardPredictor:
         }
         data, sha256 = str(job.data.absolute()), hash_content(content)
         manifest = Manifest(
-            "predict", shard.number, shard.count, part.start, part.stop, data, self._request, counts, sha256
+            "predict", shard.number, shard.count, part.start, part.stop, data, self.request, counts, sha256
         )
         finish(job.folder, manifest, content)
 
@@ -158,7 +158,7 @@ def merge_answers(folder: Path, to: Path, notify: Callable[[str], None] = ignore
     records = RecordFile(Path(first.data), notify)
     if records.sha256 != first.request["data"]:
         raise DataError(f"{records} has changed since it was predicted on", "predict again")
-    _check_image_ids(records)
+    check_image_ids(records)
     categories = number_classes(item for index in range(len(records)) for item in records[index].objects)
     images = map(records.read_with_image_id, range(manifests[-1].end))
     separator = "["
@@ -184,7 +184,7 @@ def merge_answers(folder: Path, to: Path, notify: Callable[[str], None] = ignore
     return first, counts
 
 
-def _check_image_ids(records: RecordFile) -> None:
+def check_image_ids(records: RecordFile) -> None:
     """Raise DataError if two records have the same number."""
     from coordexp.evaluate import read_truth
 

@@ -22,7 +22,6 @@ The comparison needs scipy, which is imported inside the functions: the other co
 
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from pydantic import ConfigDict, Field, Strict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from coordexp.data import BINS, Geometry, Record, RecordFile, RecordObject, TrueObject, is_degenerate
+from coordexp.data.addresses import move_address
 from coordexp.data.records import Id, ObjectLine, Space, check_value, load_strictly
 from coordexp.errors import DataError, explain
 from coordexp.files import read_file, write_whole
@@ -370,9 +370,8 @@ def complete_records(records: RecordFile, accepted: Sequence[Suggestion], folder
     `join_records`."""
     for record, added in join_records(records, accepted):
         image = record.image
-        if not Path(image).is_absolute() and folder.resolve() != records.path.parent.resolve():
-            file = records.path.parent / image
-            image = Path(os.path.relpath(file.parent.resolve() / file.name, folder.resolve())).as_posix()
+        if folder.resolve() != records.path.parent.resolve():
+            image = move_address(image, records.path.parent, folder)
         yield replace(add_labels(record, [suggestion.item for suggestion in added]), image=image)
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -59,11 +59,12 @@ def run_workers(
                     deaths[worker.shard] += 1
                     if deaths[worker.shard] == MOST_DEATHS:
                         raise EngineError(
-                            f"{MOST_DEATHS} workers ended while they answered shard {worker.shard} of {job.shards}",
-                            "their last words are above; if memory ran out, use fewer workers or a smaller --batch",
+                            f"{MOST_DEATHS} workers ended at shard {worker.shard} of {job.shards}",
+                            "what they wrote is above; if memory ran out, use fewer workers or a smaller --batch",
                         )
-                    warn(f"a worker ended ({value}) at shard {worker.shard} of {job.shards}: another one takes it")
+                    warn(f"a worker ended ({value}) at shard {worker.shard} of {job.shards}; another takes it")
                     waiting.appendleft(worker.shard)
+                    worker.end()
                     workers[workers.index(worker)] = successor = _Worker(job, worker.place)
                     successor.give(waiting)
     finally:
@@ -75,15 +76,14 @@ class _Worker:
     """A process that makes one shard after another, and the connection to it."""
 
     def __init__(self, job: "PredictionJob", place: Mapping[str, str]) -> None:
-        self.place, self.shard = place, None
+        self.place = place
+        self.shard: int | None = None  # the one that it makes
         context = multiprocessing.get_context("spawn")  # a fork would share the state of CUDA and of HTTP clients
         self.connection, other_end = context.Pipe()
         self._process: SpawnProcess = context.Process(target=_work, args=(job, other_end))
         with _environment(place):
             self._process.start()
         other_end.close()
-
-    shard: int | None  # the one that it makes
 
     def give(self, waiting: deque[int]) -> None:
         """Give it the next shard, if there is one."""
@@ -102,18 +102,19 @@ class _Worker:
         return kind, value
 
     def end(self) -> None:
-        """End the process, at its next word if it is at work."""
-        self._process.terminate() if self.shard is not None else self._send(None)
+        """End the process. A shard that it is at work on keeps its whole batches."""
+        if self.shard is None:
+            self._send(None)
+        else:
+            self._process.terminate()
         self._process.join(SECONDS_TO_END)
         self._process.kill()
         self._process.join()
         self.connection.close()
 
     def _send(self, value: int | None) -> None:
-        try:
+        with suppress(BrokenPipeError):  # it has ended, which `receive` says
             self.connection.send(value)
-        except BrokenPipeError:
-            pass  # it has ended, which `receive` says
 
 
 @contextmanager
@@ -148,8 +149,6 @@ def _work(job: "PredictionJob", connection: Connection) -> None:
             connection.send(("finished", number))
     except UserError as error:
         connection.send(("failed", (error.problem, error.fix)))
-    except EOFError:
-        pass  # the first process has ended
     finally:
         if predictor is not None:
             predictor.close()

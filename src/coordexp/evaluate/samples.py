@@ -110,8 +110,8 @@ def _compare(truth: Truth, answers: Sequence[ImageAnswer]) -> list[_Outcome]:
         matching = match_image(image, THRESHOLDS[:1])
         pairs = matching.with_class[0], matching.any_class[0]
         counts = AnswerCounts(*(MatchCounts(len(side), len(image.predicted), len(image.true)) for side in pairs))
-        matched = [frozenset(j for _, j in side) for side in pairs]
-        outcomes.append(_Outcome(counts, *matched, len(find_duplicates(image, matching))))
+        with_class, any_class = (frozenset(j for _, j in side) for side in pairs)
+        outcomes.append(_Outcome(counts, with_class, any_class, len(find_duplicates(image, matching))))
     return outcomes
 
 

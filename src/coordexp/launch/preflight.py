@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from coordexp.config import Settings
 from coordexp.config.rules import SERVERS, trains_chat, uses_vllm
+from coordexp.data.addresses import is_file, join_address, parse_address
 from coordexp.errors import Finding, UserError
 from coordexp.families import read_model_type
 from coordexp.files import MODEL_PATHS, find_data_files
@@ -218,11 +219,12 @@ def _data_problems(
         if wrong := find_wrong_kind(setting, [record for _, record in lines], has_chat_loss):
             report(f": {wrong[0]}", wrong[1])
         images = [record.image for _, record in lines if record.image is not None]
-        missing = [image for image in images if not (path.parent / image).is_file()]
+        files = [Path(parse_address(join_address(path.parent, image)).file) for image in images]
+        missing = [image for image, file in zip(images, files, strict=True) if not file.is_file()]
         if missing:
             more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
             report(f": {missing[0]} does not exist{more}", "image paths are relative to the folder of the file")
-        targets = [(image, (path.parent / image).resolve()) for image in images]
+        targets = [(image, (path.parent / image).resolve()) for image in images if is_file(image)]
         hidden = [pair for pair in targets if not any(map(pair[1].is_relative_to, folders))]
         for image, target in hidden[:1]:
             report(f": {image} is {target}, which servers may not read", f"add --images {target.parent}")

@@ -9,12 +9,11 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coordexp.data import AnyRecord, Record
 from coordexp.data.geometry import box_ring
-from coordexp.data.images import open_image_file, to_rgb
+from coordexp.data.images import Source, open_image_file, to_rgb
 
 if TYPE_CHECKING:
     from coordexp.evaluate import ImageAnswer
@@ -136,11 +135,11 @@ def ring_of(kind: str, coords: Sequence[float]) -> Sequence[float]:
     return coords if kind == "poly" else box_ring(coords)
 
 
-def make_thumbnail(path: Path, side: int = SIDE) -> str:
+def make_thumbnail(source: Source, side: int = SIDE) -> str:
     """Return a data URL of the image with sides of at most `side` pixels. Raise OSError if it is broken."""
     from PIL import ImageOps  # imported late: the page of a file without images does not need Pillow
 
-    with open_image_file(path) as file:
+    with open_image_file(source) as file:
         file.draft("RGB", (2 * side, 2 * side))
         image = to_rgb(ImageOps.exif_transpose(file))
     image.thumbnail((side, side))
@@ -150,10 +149,10 @@ def make_thumbnail(path: Path, side: int = SIDE) -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
-def try_thumbnail(path: Path, side: int = SIDE) -> tuple[str | None, str]:
+def try_thumbnail(address: str, side: int = SIDE) -> tuple[str | None, str]:
     """Return the image as a data URL, or else why it is not shown."""
     try:
-        return make_thumbnail(path, side), ""
+        return make_thumbnail(address, side), ""
     except (OSError, ValueError) as error:
         return None, explain_missing_image(error)
 

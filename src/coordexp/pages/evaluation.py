@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from coordexp.data.addresses import join_address
 from coordexp.data.images import read_image_size
 from coordexp.evaluate.behaviour import DEFINITIONS
 from coordexp.evaluate.comparison import LabelledShape
@@ -229,7 +230,8 @@ def _make_card(image: ImageReport, folder: Path) -> Card:
     named = sum(bool(shape.name) for shape in shapes)
     url, remark, size = None, "", (record.width, record.height)
     try:
-        url, size = make_thumbnail(folder / record.image), read_image_size(folder / record.image)
+        address = join_address(folder, record.image)
+        url, size = make_thumbnail(address), read_image_size(address)
     except (OSError, ValueError) as error:
         remark = explain_missing_image(error)
     if size != (record.width, record.height):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from coordexp.data import Record
+from coordexp.data.addresses import join_address
 from coordexp.detect.detections import Detections
 from coordexp.evaluate import ImageAnswer
 from coordexp.evaluate.predictions import Truth
@@ -42,7 +43,7 @@ def render_predictions(images: Truth, answers: Sequence[ImageAnswer], folder: Pa
     numbers, classes = number_classes(counts)
     side = SIDE if len(shown) <= LARGE_THUMBNAILS else SMALL_SIDE
     cards = [
-        _make_card(image_id, record, answer, numbers, try_thumbnail(folder / record.image, side))
+        _make_card(image_id, record, answer, numbers, try_thumbnail(join_address(folder, record.image), side))
         for (image_id, record), answer in shown
     ]
     flags = Counter(flag for _, answer in shown for flag in _find_flags(answer))

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from coordexp.data import AnyRecord, ChatRecord, Record
+from coordexp.data.addresses import join_address
 from coordexp.data.doctor import KINDS, Problem, check_lines
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
@@ -48,7 +49,7 @@ def view_records(
             if problems or not problems_only:
                 thumbnail = None
                 if line.image is not None and record is not None and record.image is not None:
-                    thumbnail = make_thumbnail(path.parent / record.image)
+                    thumbnail = make_thumbnail(join_address(path.parent, record.image))
                 yield ViewedRecord(line.number, record, problems, thumbnail)
                 count += 1
             if count == limit:

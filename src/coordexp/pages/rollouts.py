@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from coordexp.answers.table import VocabularyError, VocabularyTable
 from coordexp.data import BINS
+from coordexp.data.addresses import join_address, parse_address
 from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
@@ -264,9 +265,11 @@ def _add_images(
         path = example.content["picture"]["path"]
         if path not in known:
             try:
-                file = Path(path)
-                file = root / file if root is not None and not file.is_file() else file
-                images[f"picture-{len(known)}"] = _load_thumbnail(str(file), file.stat().st_mtime_ns)
+                file = Path(parse_address(path).file)
+                address = path
+                if root is not None and not file.is_file():
+                    file, address = root / file, join_address(root, path)
+                images[f"picture-{len(known)}"] = _load_thumbnail(address, file.stat().st_mtime_ns)
                 known[path] = {"picture": f"picture-{len(known)}", "remark": None}
             except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
                 known[path] = {"picture": None, "remark": f"{explain_missing_image(error)}; {path}"}
@@ -275,5 +278,5 @@ def _add_images(
 
 
 @functools.lru_cache(maxsize=512)  # a served page is made again and again
-def _load_thumbnail(path: str, modified: int) -> str:
-    return make_thumbnail(Path(path), SIDE)
+def _load_thumbnail(address: str, modified: int) -> str:
+    return make_thumbnail(address, SIDE)

@@ -2,7 +2,8 @@
 
 The page is one HTML file that asks for nothing from the network. Images are inside it, as thumbnails, or stay
 where they are and are linked: a page with many images would be too large to open, and linked images keep all their
-pixels. Decisions stay in the browser until they are saved as decisions.json.
+pixels. An image that is no file of its own is always inside the page. Decisions stay in the browser until they are
+saved as decisions.json.
 """
 
 import os
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from coordexp.data import Record, RecordObject
+from coordexp.data.addresses import is_file, join_address
 from coordexp.detect.suggestions import SuggestionFile
 from coordexp.pages.cards import number_classes, ring_of, try_thumbnail
 from coordexp.pages.document import render_page
@@ -52,10 +54,10 @@ def render_suggestions(
             "height": record.height,
             "labels": labels,
         }
-        if are_linked:
+        if are_linked and is_file(record.image):
             entry["source"] = _link(folder / record.image, target)
         else:
-            url, remark = try_thumbnail(folder / record.image, SIDE)
+            url, remark = try_thumbnail(join_address(folder, record.image), SIDE)
             entry |= {"element": f"picture-{number}"} if url else {"remark": remark}
             if url:
                 pictures[f"picture-{number}"] = url

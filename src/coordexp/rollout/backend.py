@@ -33,8 +33,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 @dataclass(frozen=True)
 class ImageRef:
-    """The path of an image file, and the size that the image must have. `pixels` is the image itself, upright and
-    in RGB, if it does not come from a file; `path` is then only its name."""
+    """The address of an image, and the size that the image must have. `pixels` is the image itself, upright and
+    in RGB, if it was not read from an address; `path` is then only its name."""
 
     path: str
     width: int
@@ -47,7 +47,7 @@ class ImageRef:
 
     @classmethod
     def of(cls, records: RecordFile, record: AnyRecord) -> "ImageRef":
-        return cls(str(records.image_path(record)), record.width, record.height)
+        return cls(records.image_address(record), record.width, record.height)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ resized or how many tokens it has.
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -15,12 +15,12 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from coordexp.data import DataError
-from coordexp.data.images import ImageError, open_image_file, size_problem, to_rgb
+from coordexp.data.addresses import ImageError
+from coordexp.data.images import UNREADABLE, Source, open_image_file, size_problem, to_rgb
 from coordexp.errors import UserError, explain
 from coordexp.families import PLACE_TOKENS, check_files
 from coordexp.rollout.backend import ImageRef
 
-UNREADABLE = "`coordexp data doctor` finds all such images, and `coordexp data clean` leaves their records out"
 REMEMBERED = 4096  # questions whose tokens are kept
 UNUSABLE = "cut the image into tiles, or remove the record; `coordexp data doctor` finds all of them"
 
@@ -77,12 +77,12 @@ class PromptBuilder:
             )
         return tuple(ids)
 
-    def pixels(self, path: str | Path, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the patches of an image file and their grid, in the form that the model takes."""
+    def pixels(self, address: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the patches of an image and their grid, in the form that the model takes."""
         try:
-            image = open_image(path, size)
+            image = open_image(address, size)
         except DataError as error:
-            if self._locate is None or not (place := self._locate(str(path))):
+            if self._locate is None or not (place := self._locate(address)):
                 raise
             raise DataError(f"{place}: {error.problem}", error.fix) from error
         return self.patches(image)
@@ -175,25 +175,22 @@ def load_image(image: ImageRef) -> Image.Image:
     return open_image(image.path, image.size) if image.pixels is None else image.pixels
 
 
-def open_image(path: str | Path, size: tuple[int, int]) -> Image.Image:
+def open_image(source: str | Path, size: tuple[int, int]) -> Image.Image:
     """Return the image. Raise DataError if its size is not that of its record: all coordinates would be wrong."""
-    image = read_image(path, str(path))
+    image = read_image(source, str(source))
     if image.size != size:
         raise DataError(
-            f"{path}: the record says {size[0]} x {size[1]}, the image is {image.width} x {image.height}",
+            f"{source}: the record says {size[0]} x {size[1]}, the image is {image.width} x {image.height}",
             "correct the record (its size is the one after the EXIF rotation); `coordexp data doctor` finds all "
             "such records",
         )
     return image
 
 
-def read_image(source: str | Path | IO[bytes], name: str) -> Image.Image:
-    """Return the image in RGB, rotated as its EXIF data says. An image of an unusable size is not decoded."""
-    file = Path(source) if isinstance(source, str) else source
-    with (
-        explain(OSError, f"{name}: not a readable image", UNREADABLE),
-        open_image_file(file) as image,
-    ):
+def read_image(source: Source, name: str) -> Image.Image:
+    """Return the image in RGB, rotated as its EXIF data says. An image of an unusable size is not decoded. Raise
+    DataError if it is broken, and StoreError if its storage does not answer."""
+    with explain(OSError, f"{name}: not a readable image", UNREADABLE), open_image_file(source) as image:
         if problem := size_problem(*image.size):
             raise ImageError(problem)
         ImageOps.exif_transpose(image, in_place=True)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upright_size
-from coordexp.errors import DataError, explain
+from coordexp.errors import DataError, StoreError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.prompt import UNUSABLE, chat_text, image_tokens, read_image
@@ -237,6 +237,8 @@ class Answering:
             return bad_request("; ".join(problems), "see the contract in docs/operations.md").to_json(), 0
         except DataError as error:
             return bad_request(error.problem, error.fix).to_json(), 0
+        except StoreError as error:
+            return _engine_fault(error.problem, error.fix), 0
         except Refusal as refusal:
             return refusal.to_json(), 0
         except Exception as error:  # the other requests of the call must not fail with this one

@@ -5,6 +5,7 @@ No call outlives its server. While a call is running, the client polls the serve
 the server has died or has been silent for too long.
 """
 
+import base64
 import json
 import math
 import os
@@ -22,7 +23,9 @@ import httpx
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import TOKEN, RepeatTerminate, ServerEndpoint
-from coordexp.errors import EngineError
+from coordexp.data.addresses import is_file
+from coordexp.data.images import UNREADABLE, read_image_bytes
+from coordexp.errors import EngineError, explain
 from coordexp.families import STOP_TOKENS
 from coordexp.rollout.backend import Request, Rollout, common_decode
 from coordexp.rollout.guard import cut_at_end
@@ -312,7 +315,7 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
         own = LearnerFields(seed=request.seed, guard=decode.guard.enabled, size=request.image.size)
         infer_request = InferRequest(
             messages=[ChatMessage(role="user", content=_content(request, question))],
-            images=[str(Path(request.image.path).absolute())],
+            images=[_name_image(request.image.path)],
             data_dict={OWN_KEY: own.to_json()},
         )
         infer_requests.append(infer_request.to_json())
@@ -329,6 +332,16 @@ def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
         logprobs=True,
     )
     return InferCall(infer_requests=infer_requests, request_config=config).to_json()
+
+
+def _name_image(address: str) -> str:
+    """Return an image in the form of a request: the path of a file, which a server reads itself, or else its bytes
+    in base64."""
+    if is_file(address):
+        return str(Path(address).absolute())
+    with explain(OSError, f"{address}: not a readable image", UNREADABLE):
+        content = read_image_bytes(address)
+    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode('ascii')}"
 
 
 def _content(request: Request, question: str) -> str:

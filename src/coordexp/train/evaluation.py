@@ -143,7 +143,7 @@ class AnswerEvaluation:
     def _picture(self, index: int, report: ImageReport) -> list[Shown]:
         """Return an image as it is shown, or nothing if it cannot be read: the evaluation has counted that."""
         record = self.records.read_with_image_id(index)[1]
-        path = str(self.records.locate(index)[0].image_path(record))
+        path = self.records.locate(index)[0].image_address(record)
         try:
             return [(read_image(path, path), report, self.questions.ask(record))]
         except DataError:

@@ -53,7 +53,7 @@ def test_any_line_can_be_read_and_a_broken_one_is_named(tmp_path):
     assert len(records) == 4
     assert records[3].image == "2.png"
     assert records[1].image == "1.png"
-    assert records.image_path(records[0]) == tmp_path / "0.png"
+    assert records.image_address(records[0]) == str(tmp_path / "0.png")
     with pytest.raises(DataError, match=r"train\.jsonl:4"):
         records[2]
     with pytest.raises(DataError, match=r"train\.jsonl:4"):

@@ -42,7 +42,7 @@ def test_images_are_relative_to_their_own_file_and_errors_name_its_own_line(shar
     records = open_data([shards])
     file, number = records.locate(5)
     assert (file.path, number) == (shards[2], 1)
-    assert file.image_path(file[number]) == shards[2].parent / "b1.png"
+    assert file.image_address(file[number]) == str(shards[2].parent / "b1.png")
     with pytest.raises(DataError, match=r"part-1\.jsonl:2"):
         records[3]
 

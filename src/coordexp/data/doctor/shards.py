@@ -1,5 +1,5 @@
-"""The data doctor in shards: each writes the facts about its parts of the file, one line of JSON per part. Joined, they
-give the report about the whole file."""
+"""The data doctor in shards: each writes the facts about its parts of the file, one line of JSON per part. Joined,
+they give the report about the whole file."""
 
 import json
 from collections.abc import Iterator
@@ -34,11 +34,9 @@ def examine_shard(path: Path, folder: Path, shard: Shard, request: dict[str, Any
             for name, number in (("lines", count), ("records", facts.records), ("objects", facts.objects)):
                 counts[name] += number
         content = "".join(lines).encode()
-        bounds = (parts[0][0], parts[-1][1])
-        sha256 = hash_content(content)
-        finish(
-            folder, Manifest("doctor", shard.number, shard.count, *bounds, str(path), request, counts, sha256), content
-        )
+        begin, end, sha256 = parts[0][0], parts[-1][1], hash_content(content)
+        place = (shard.number, shard.count, begin, end, str(path))
+        finish(folder, Manifest("doctor", *place, request, counts, sha256), content)
     return True
 
 

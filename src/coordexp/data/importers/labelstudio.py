@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.sax.saxutils import quoteattr
 
+from coordexp.data.addresses import is_file
 from coordexp.data.importers.source import (
     Dropped,
     ImportCounts,
@@ -206,7 +207,10 @@ def write_tasks(
 
 
 def to_task(record: Record, suggestions: Sequence[Suggested], prefix: str, model_version: str) -> JsonObject:
-    """Return the task of a record with the labels that are suggested for it."""
+    """Return the task of a record with the labels that are suggested for it. Raise DataError if its image is no
+    file, which a browser could not show."""
+    if not is_file(record.image):
+        raise DataError(f"{record.image}: Label Studio cannot show a part of a file", "write the images to files")
     numbered = [*record.objects, *(item for _, item, _ in suggestions)]
     category_ids = {item.desc: item.category_id for item in numbered if item.category_id is not None}
     head = json.loads(replace(record, objects=()).as_json())
