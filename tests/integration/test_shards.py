@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.demo.scenes import SceneSettings, write_scenes
-from tests.integration.stage2_runs import MODEL, started
+from tests.integration.stage2_runs import MODEL, finish, started
 
 pytestmark = pytest.mark.timeout(240)
 ANSWERED = ["--max-new-tokens", "60", "--batch", "2"]
@@ -92,26 +93,30 @@ def test_options_that_make_no_sense_for_a_shard_are_refused(scenes):
 
 def test_two_workers_of_which_two_are_killed_at_random_make_the_predictions_of_one_process(scenes):
     """The first process replaces a worker that was killed, and removes the folder of the shards at the end."""
-    chance, killed = random.Random(7), []
+    chance = random.Random(7)
+    moments = sorted(chance.sample(range(5), 2))  # the number of finished shards, of seven
     words = ["-m", "coordexp", *map(str, predict(scenes, "two.json", "--samples", "1", "--workers", "2"))]
+    folder = scenes / "two.shards"
     with started(words) as process:
-        while process.process.poll() is None and process.seconds < 200:
-            at_work = sorted((scenes / "two.shards").glob("*.unfinished.jsonl"))
-            parent = psutil.Process(process.process.pid)
-            workers = [
-                child for child in parent.children() if any("spawn_main" in word for word in child.cmdline())
-            ]
-            if at_work and workers and len(killed) < 2:
-                victim = chance.choice(workers)
-                victim.kill()
-                killed.append(victim.pid)
-                time.sleep(chance.uniform(6, 8))
-            time.sleep(0.01)
-        assert process.wait(60) == 0, process.shown
-        assert process.shown.count("another one takes it") >= 1 and len(killed) == 2, process.shown
+        while moments:
+            assert process.process.poll() is None and process.seconds < 200, process.shown
+            if len(list(folder.glob("*.json"))) >= moments[0] and list(folder.glob("*.unfinished.jsonl")):
+                children = psutil.Process(process.process.pid).children()
+                chance.choice([child for child in children if is_worker(child)]).kill()
+                del moments[0]
+                time.sleep(0.5)
+            time.sleep(0.005)
+        assert process.wait(200) == 0, process.shown
+        assert process.shown.count("another takes it") == 2, process.shown
         assert not process.remains()
     assert read_all(scenes, "two.json") == read_all(scenes, "preds.json")
-    assert not (scenes / "two.shards").exists()
+    assert not folder.exists()
+
+
+def is_worker(process):
+    with suppress(psutil.Error):
+        return any("spawn_main" in word for word in process.cmdline())
+    return False
 
 
 def test_workers_end_with_the_first_process_and_their_answers_are_resumed(scenes):
@@ -124,7 +129,6 @@ def test_workers_end_with_the_first_process_and_their_answers_are_resumed(scenes
         process.process.send_signal(signal.SIGKILL)
         process.wait(60)
         assert not process.remains()
-    assert run(*predict(scenes, "ended.json", "--samples", "1", "--workers", "1")).exit_code == 1
-    resumed = run(*predict(scenes, "ended.json", "--samples", "1", "--workers", "1", "--resume"))
-    assert resumed.exit_code == 0, resumed.output
+    assert run(*words[2:]).exit_code == 1
+    finish([*words[:-1], "1", "--resume"])
     assert read_all(scenes, "ended.json") == read_all(scenes, "preds.json") and not folder.exists()

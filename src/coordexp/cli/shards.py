@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SHARDS_PER_WORKER = 8  # so that workers of different speed end together
 
 app = typer.Typer(
-    help="Show and join the results of shards (`predict` and `data doctor` with --shard).", no_args_is_help=True
+    help="Show and join what `predict --shard` and `data doctor --shard` made.", no_args_is_help=True
 )
 FolderArgument = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="The folder of the shards.", show_default=False)
@@ -53,8 +53,7 @@ def merge(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Join the answers of all shards to the files that one `coordexp predict` would have written, or print the report
-    of `data doctor` on the whole file."""
+    """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`."""
     from coordexp.data.shards import read_finished
 
     is_doctor = read_finished(folder)[0].command == "doctor"
@@ -184,8 +183,8 @@ def _find_places(workers: str) -> list[dict[str, str]]:
         raise UserError(f"--workers {count}, but there are {len(gpus)} GPUs", "give --workers auto")
     if gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
-    threads = max(1, len(os.sched_getaffinity(0)) // count)
-    return [{"OMP_NUM_THREADS": str(threads)}] * count
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // count))
+    return [{"OMP_NUM_THREADS": threads}] * count
 
 
 def advancing(advance: Callable[[], None]) -> Callable[[int], None]:
