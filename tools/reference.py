@@ -332,13 +332,13 @@ def split_at_commas(source: str) -> list[str]:
 
 def render_metrics() -> Iterator[str]:
     from coordexp.answers.entries import Reason
+    from coordexp.config.sections import OWN
     from coordexp.evaluate.behaviour import DEFINITIONS
     from coordexp.evaluate.report import MEASURES, NAMES
 
     sums = read_constant("train.metrics", "SUMS", Reason=Reason)
     packing, phases, rates = (read_constant("train.metrics", name) for name in ("PACKING", "PHASES", "RATES"))
-    tokens = read_constant("objective.modules", "TOKEN_CE")
-    modules = read_constant("objective.modules", "MODULES", ModuleKind=lambda _, terms: terms, TOKEN_CE=tokens)
+    modules = {name: _read_terms(settings.kind) for name, settings in OWN.items()}
     reasons = {f"parse/invalid/{reason.value}" for reason in Reason}
     meanings = text.METRICS | {name: f"invalid objects: {name.rpartition('/')[2]}" for name in sorted(reasons)}
     groups = {
@@ -401,6 +401,12 @@ def read_constant(module: str, name: str, **names: Any) -> Any:
     unknown = {item.id: _Anything() for item in ast.walk(node.value) if isinstance(item, ast.Name)}
     known = {word: getattr(builtins, word) for word in unknown if hasattr(builtins, word)}
     return eval(compile(ast.Expression(node.value), module, "eval"), unknown | known | names)  # noqa: S307 - our own source
+
+
+def _read_terms(kind: str) -> dict[str, Any]:
+    """Return the terms of a module of the objective, by the name of its `ModuleKind`."""
+    module, name = kind.removeprefix("coordexp.").split(":")
+    return read_constant(module, name, ModuleKind=lambda _, terms: terms)
 
 
 def _server_metrics() -> Iterator[tuple[str, str, str]]:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordexp.data import Record, RecordFile
+from coordexp.data.addresses import join_address
 from coordexp.data.images import read_image_size
 from coordexp.data.shards import check_same_request
+from coordexp.data.stores import read_ahead
 from coordexp.detect.answering import Answering, AnswerOptions, AskedModel, make_record
 from coordexp.errors import DataError, UserError, describe_exception
 from coordexp.files import both_ends, open_file, write_whole
@@ -194,6 +196,8 @@ class UnfinishedPredictions:
         by batch. Yield the number of images of each batch."""
         for start in range(len(answers) // answering.options.answers_per_image, len(images), batch):
             of_batch = images[start : start + batch]
+            soon = images[start : start + 2 * batch]  # the next batch is read during this one
+            read_ahead(join_address(folder, record.image) for _, record in soon)
             new = answering.answer_batch(of_batch, folder, warn)
             self.add(new)
             answers += new

@@ -13,10 +13,10 @@ from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
 from coordexp.pages.cards import (
     Card,
+    Drawing,
     Shape,
     choose_hue,
     describe_request,
-    draw,
     make_thumbnail,
     number_classes,
     ring_of,
@@ -103,7 +103,9 @@ def _make_card(viewed: ViewedRecord, numbers: Mapping[str, int]) -> Card:
             "data-classes": " ".join(sorted({str(shape.data["data-class"]) for shape in shapes})),
             "data-problems": " ".join(codes),
         },
-        drawing=draw(record, viewed.image, shapes) if record is not None and record.image is not None else None,
+        drawing=Drawing(record.width, record.height, viewed.image, shapes)
+        if record is not None and record.image is not None
+        else None,
         facts=facts,
         problems=[(KINDS[problem.code].severity, problem.code, problem.detail) for problem in viewed.problems],
         objects=[(shape, shape.name, kind) for shape, kind in zip(shapes, kinds, strict=True)],
@@ -117,5 +119,7 @@ def _make_shapes(record: Record, numbers: Mapping[str, int]) -> list[Shape]:
         inverted = obj.kind == "bbox_2d" and (coords[2] < coords[0] or coords[3] < coords[1])
         style = "inverted" if inverted else ""
         data = {"data-class": number, "data-object": k}
-        shapes.append(Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, "top", data, choose_hue(number)))
+        shapes.append(
+            Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, data=data, hue=choose_hue(number))
+        )
     return shapes
