@@ -80,7 +80,7 @@ class _Worker:
         self.shard: int | None = None  # the one that it makes
         context = multiprocessing.get_context("spawn")  # a fork would share the state of CUDA and of HTTP clients
         self.connection, other_end = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=_work, args=(job, other_end))
+        self._process: SpawnProcess = context.Process(target=_work, args=(job, other_end, os.getpid()))
         with _environment(place):
             self._process.start()
         other_end.close()
@@ -132,9 +132,9 @@ def _environment(variables: Mapping[str, str]) -> "Iterator[None]":
                 os.environ[name] = value
 
 
-def _work(job: "PredictionJob", connection: Connection) -> None:
-    """Make the shards whose numbers come through the connection, until None comes."""
-    end_with_parent()
+def _work(job: "PredictionJob", connection: Connection, parent: int) -> None:
+    """Make the shards whose numbers come through the connection, until None comes. `parent` is the first process."""
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the first one ends the others
     from transformers.utils import logging
 
