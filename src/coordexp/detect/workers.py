@@ -133,7 +133,7 @@ def _environment(variables: Mapping[str, str]) -> "Iterator[None]":
 
 
 def _work(job: "PredictionJob", connection: Connection, parent: int) -> None:
-    """Make the shards whose numbers come through the connection, until None comes. `parent` is the first process."""
+    """Make the shards whose numbers come through the connection, until None comes, or the parent ends."""
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to all processes; the first one ends the others
     from transformers.utils import logging

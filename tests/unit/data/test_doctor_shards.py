@@ -25,7 +25,8 @@ def data(tmp_path, monkeypatch):
         item = {"desc": ("cup", "Cup", "dög")[k % 3], "bbox_2d": box}
         if k % 6 == 5:
             item = {"desc": "cup", "poly": [1, 1, 20, 1, 20, 20]}
-        lines.append(json.dumps({"image": name, "width": 40, "height": 30, "objects": [item] * (1 + k % 2)}))
+        size = {"width": 40, "height": 30, "space": "pixel"}
+        lines.append(json.dumps({"image": name, **size, "objects": [item] * (1 + k % 2)}))
     lines[20] = "{broken"
     lines.insert(31, "")
     (tmp_path / "41.png").unlink()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coordexp.data.doctor.examine import DataReport, Facts, conclude, cut_parts
+from coordexp.data.doctor.examine import DataReport, Facts, conclude, cut_parts, read_facts
 from coordexp.data.shards import (
     Manifest,
     Shard,
@@ -22,8 +22,6 @@ from coordexp.data.shards import (
 def examine_shard(path: Path, folder: Path, shard: Shard, request: dict[str, Any], **options: Any) -> bool:
     """Write the facts about a shard of a file and return True, or False if it was finished before. `request` is
     what decides the facts. `options` are those of `read_facts`."""
-    from coordexp.data.doctor.examine import read_facts
-
     with claim(folder, shard):
         if is_finished(folder, shard, request):
             return False
