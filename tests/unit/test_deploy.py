@@ -228,11 +228,46 @@ def test_a_job_on_one_node_is_the_launch_of_the_config(slurm):
     assert (options["server_gpus"], options["train_gpus"], options["resume"]) == ("0,1,2", "3", True)
 
 
+def test_a_task_of_an_array_and_a_pod_of_an_indexed_job_make_the_shard_of_their_number(slurm, monkeypatch):
+    env, notes = slurm
+    monkeypatch.chdir(ROOT)
+    options = ["--model", "m", "--data", "README.md", "--out", "shards"]
+    command = [DEPLOY / "slurm/predict.sbatch", "64", *options]
+    assert subprocess.run(command, env=env, capture_output=True).returncode == 1  # it is no array
+    with subprocess.Popen(command, env=env | {"SLURM_ARRAY_TASK_ID": "7"}, start_new_session=True) as job:
+        started = wait_for((notes / "predict-").exists)
+        os.killpg(job.pid, signal.SIGKILL)
+    assert started
+    assert (notes / "predict-").read_text().split() == ["predict", *options, "--shard", "7/64"]
+    assert parse(["predict", *options, "--shard", "7/64"])["shard"] == "7/64"
+
+    (job,) = yaml.safe_load_all((DEPLOY / "kubernetes/predict.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    words = ["README.md" if "data/train" in word else word for word in container["args"]]
+    assert parse(words)["shard"] == f"$(SHARD)/{job['spec']['completions']}"
+    (shard,) = [item for item in container["env"] if item["name"] == "SHARD"]
+    assert "job-completion-index" in shard["valueFrom"]["fieldRef"]["fieldPath"]
+    assert job["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 10001
+
+
+def test_the_ray_job_gives_options_that_the_example_has_and_an_actor_to_every_gpu():
+    job = yaml.safe_load((DEPLOY / "kubernetes/rayjob.yaml").read_text())["spec"]
+    words = job["entrypoint"].split()
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    example = (ROOT / "examples/ray/predict.py").read_text()
+    assert set(options) <= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(options["--actors"]) * int(options["--gpus"]) == group["replicas"] * gpus
+    assert group["template"]["spec"]["securityContext"]["runAsUser"] == 10001
+
+
 def test_the_learner_has_time_to_save_before_slurm_ends_its_job():
     grace = parse(["launch", "--config", str(ROOT / "configs/stage2-server-3v1.yaml"), "--train-gpus", "0"])[
         "grace"
     ]
-    for script in (DEPLOY / "slurm").glob("*.sbatch"):
+    for script in (DEPLOY / "slurm").glob("*-node*.sbatch"):
         (seconds,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", script.read_text(), re.MULTILINE)
         assert int(seconds) > grace
     for item in KUBERNETES:

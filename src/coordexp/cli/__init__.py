@@ -23,6 +23,7 @@ from coordexp.cli import (
     report,
     run,
     serve,
+    shards,
     train,
 )
 from coordexp.errors import ConfigError, UserError
@@ -86,6 +87,7 @@ PANELS: dict[str, dict[str, tuple[Callable[..., None] | typer.Typer, str]]] = {
     },
     "Use a model": {
         "predict": (predict.predict, "Detect the objects of images or of a data set."),
+        "shards": (shards.app, "status, merge: predictions that many processes make"),
         "evaluate": (evaluate.evaluate, "Compare predictions with the ground truth."),
     },
     "Help": {

@@ -75,6 +75,13 @@ def doctor(
     ] = None,
     overrides: SetOption = None,
     as_json: JsonOption = False,
+    shard: Annotated[
+        str | None, typer.Option(help="Read only a part of the file, 0/16 to 15/16, unless that is finished.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", file_okay=False, help="With --shard: a folder. `shards merge` reports on it."),
+    ] = None,
 ) -> None:
     """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
     if max_length is not None and model is None:
@@ -83,6 +90,8 @@ def doctor(
         raise UserError("--model has no effect with --config, which names a model", "leave one of them out")
     if overrides and config is None:
         raise UserError("--set has no effect without --config", "add --config, or leave it out")
+    if (shard is None) != (folder is None):
+        raise UserError("--shard and --out belong together", "give both, or none for a report on the whole file")
     need_image_reader(images)
     from coordexp.data.doctor import examine
 
@@ -93,15 +102,28 @@ def doctor(
             settings = use_local_model(load_settings(config, overrides=overrides or ())).settings
             count_tokens = _make_counter(Path(settings.model.path), settings, file)
             max_length = settings.global_max_length
+    options: dict[str, Any] = {"look": _image_reader(images), "count_tokens": count_tokens}
+    options |= {"max_length": max_length, "processes": _processors()}
     with progress(f"reading {file}") as show:
-        report = examine(
-            file,
-            look=_image_reader(images),
-            count_tokens=count_tokens,
-            max_length=max_length,
-            notify=lambda share: show(f"{share:.0%}"),
-            processes=_processors(),
-        )
+        options["notify"] = lambda share: show(f"{share:.0%}")
+        if shard is not None and folder is not None:
+            from coordexp.data import RecordFile
+            from coordexp.data.doctor.shards import examine_shard
+            from coordexp.data.shards import Shard
+
+            names = {"tokenizer": model, "config": config, "overrides": overrides}
+            request = {"data": RecordFile(file).sha256, "images": images, "max_length": max_length}
+            request |= {name: str(value) for name, value in names.items() if value}
+            part = Shard.parse(shard)
+            is_new = examine_shard(file, folder, part, request, **options)
+            out.print(f"shard {part} in {folder}{'' if is_new else ': it was finished before'}", markup=False)
+            return
+        report = examine(file, **options)
+    show_report(report, max_length, as_json)
+
+
+def show_report(report: "DataReport", max_length: int | None, as_json: bool) -> None:
+    """Print a report, and exit with 1 if there are errors."""
     if as_json:
         print_json(str(report.file), report.findings, _describe_data(report))
     else:

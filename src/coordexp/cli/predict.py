@@ -5,14 +5,16 @@ import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import bar, err, need, need_page, out, progress, sanitize
+from coordexp.cli.console import bar, err, need, need_page, out, progress
+from coordexp.cli.shards import interrupt, predict_shard, predict_with_workers, report_unreadable, warn
 from coordexp.config.settings import AnswerFormatName
+from coordexp.data.shards import Shard
 from coordexp.detect.answering import (
+    API_KEY,
     Answering,
     AnswerOptions,
     AskedModel,
@@ -20,6 +22,7 @@ from coordexp.detect.answering import (
     find_untrained_request,
     find_whole_model,
 )
+from coordexp.detect.shards import PredictionJob
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,14 +32,15 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 1000
 SHOWN_FILES = 10  # skipped files that are listed
-API_KEY = "COORDEXP_API_KEY"
 
 
 def predict(
     model: Annotated[Path, typer.Option("--model", "-m", help="A model folder or hub name.", show_default=False)],
     to: Annotated[
         Path,
-        typer.Option("--out", "-o", dir_okay=False, help="preds.json; preds.answers.jsonl is written beside it."),
+        typer.Option(
+            "--out", "-o", help="preds.json; preds.answers.jsonl is written beside it. With --shard, a folder."
+        ),
     ],
     data: Annotated[
         Path | None, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.")
@@ -96,6 +100,14 @@ def predict(
         Path | None, typer.Option(dir_okay=False, help="An .html file with the images and their objects.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on after an interruption.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Answer only a part of the records, 0/16 to 15/16, unless that is finished."),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(help="So many processes that share the records; auto is one per GPU of the machine."),
+    ] = None,
 ) -> None:
     """Answer every image greedily, and with --samples also at random. Scores are token probabilities."""
     options = AnswerOptions(max_new_tokens, stop_bias, dedup, samples, temperature, top_p, seed)
@@ -112,6 +124,25 @@ def predict(
     if backend == "vllm":
         need("vllm", extra="vllm")
     model = find_whole_model(model)
+    if shard is not None or workers is not None:
+        name = "--workers" if shard is None else "--shard"
+        given = {"--images": images, "--draw": draw, "--page": page, "--resume": resume and shard is not None}
+        given["--workers"] = workers is not None and shard is not None
+        if unused := [option for option, value in given.items() if value]:
+            raise UserError(f"{unused[0]} has no effect with {name}", "leave it out")
+        assert data is not None
+        part = Shard(0, 1) if shard is None else Shard.parse(shard)
+        folder = to if shard is not None else to.with_suffix(".shards")
+        settings = (batch, limit, prompt, answer_format, backend or "hf", server, served_model)
+        job = PredictionJob(model, data, folder, part.count, options, *settings)
+    if shard is not None:
+        predict_shard(job, part)
+        return
+    if to.is_dir():
+        raise UserError(f"{to} is a folder", f"give the file to write, e.g. --out {to / 'preds.json'}")
+    if workers is not None:
+        predict_with_workers(job, to, workers, resume)
+        return
     sources = [*(images or ()), *(more_images or ())]
     source = _read_records(data) if data else _read_images(sources, names, expression, prompt)
     selected = source.images[:limit]
@@ -120,8 +151,6 @@ def predict(
     with progress("loading"):
         from transformers.utils import logging
 
-        from coordexp.data.addresses import join_address
-        from coordexp.data.stores import read_ahead
         from coordexp.detect.predicting import UnfinishedPredictions, identify
 
         if not err.is_terminal:
@@ -135,20 +164,14 @@ def predict(
             generator = asked.start(backend or "hf", batch, longest)
         else:
             generator = asked.connect(server, batch, os.environ.get(API_KEY), served_model)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     answering = Answering(asked, generator, options)
     answered = len(answers) // options.answers_per_image
     try:
         with bar("answering", len(selected), answered) as advance:
-            while answered < len(selected):
-                of_batch = selected[answered : answered + batch]
-                soon = selected[answered : answered + 2 * batch]  # the next batch is read during this one
-                read_ahead(join_address(source.folder, record.image) for _, record in soon)
-                new = answering.answer_batch(of_batch, source.folder, _warn)
-                unfinished.add(new)
-                answers += new
-                answered += len(of_batch)
-                for _ in of_batch:
+            for count in unfinished.answer(answers, selected, answering, source.folder, batch, warn):
+                answered += count
+                for _ in range(count):
                     advance()
     except KeyboardInterrupt as interruption:
         err.print(
@@ -171,13 +194,7 @@ def predict(
             description = f"{model} on {data or sources[0]}"
             save_page(page, render_predictions(selected, greedy, source.folder, description))
         out.print(f"wrote {page}", markup=False)
-    if unread := sum(not answer.was_asked for answer in greedy):
-        fields = "their answers have finish_reason image_unreadable"
-        message = f"{unread} of {len(greedy)} images could not be read; {fields}"
-        if unread * 2 > len(greedy):
-            fix = "run `coordexp data doctor` on the data: it reports what is wrong with each image"
-            raise UserError(message, fix)
-        err.print(message, style="yellow")
+    report_unreadable(sum(not answer.was_asked for answer in greedy), len(greedy))
 
 
 def _to_option(name: str) -> str:
@@ -226,18 +243,10 @@ def _read_images(
     with progress("reading images") as show:
         source = read_images(sources, classes, expression, prompt, lambda number: show(f"{number:,} files"))
     for path, reason in source.skipped[:SHOWN_FILES]:
-        _warn(f"skipped {path}: {reason}")
+        warn(f"skipped {path}: {reason}")
     if len(source.skipped) > SHOWN_FILES:
-        _warn(f"and {len(source.skipped) - SHOWN_FILES:,} more files that are not images")
+        warn(f"and {len(source.skipped) - SHOWN_FILES:,} more files that are not images")
     return source
-
-
-def _warn(problem: str) -> None:
-    err.print(sanitize(problem), markup=False, style="yellow")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(number)
 
 
 def _begin(
@@ -249,23 +258,15 @@ def _begin(
     resume: bool,
 ) -> list["ImageAnswer"]:
     """Return the answers of an interrupted run, or none after checking that nothing is in the way of new ones."""
-    from coordexp.evaluate.predictions import images_path, samples_path
+    from coordexp.detect.predicting import refuse_leftovers
+    from coordexp.evaluate.predictions import samples_path
 
-    samples, numbers = samples_path(unfinished.predictions), images_path(unfinished.predictions)
-    complete = unfinished.predictions.is_file() and (samples.is_file() or not options.samples)
+    has_samples = samples_path(unfinished.predictions).is_file() or not options.samples
+    complete = unfinished.predictions.is_file() and has_samples
     if resume and complete and not unfinished.path.is_file():
         out.print(f"{unfinished.predictions} is complete: nothing to do", markup=False)
         raise typer.Exit
-    if samples.is_file() and not options.samples:
-        raise UserError(
-            f"{samples} has samples of earlier predictions, which would not fit the new ones",
-            "remove it, give another --out, or add --samples to replace it",
-        )
-    if numbers.is_file() and source.classes is None:
-        raise UserError(
-            f"{numbers} has the numbers of earlier predictions on --images, which would not fit the new ones",
-            "remove it, or give another --out",
-        )
+    refuse_leftovers(unfinished.predictions, samples=bool(options.samples), records=source.classes is None)
     if resume and unfinished.path.is_file():
         answers = unfinished.resume_batches(images, batch, options)
         answered = len(answers) // options.answers_per_image

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from coordexp.rollout.prompt import PromptBuilder
 
 Backend = Literal["hf", "vllm"]
+API_KEY = "COORDEXP_API_KEY"  # the variable with the key of a server
 # The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
 # expression. In the words of Qwen's own example.
 NATIVE_PROMPTS = (

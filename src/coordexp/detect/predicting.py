@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coordexp.data import Record, RecordFile
+from coordexp.data.addresses import join_address
 from coordexp.data.images import read_image_size
-from coordexp.detect.answering import AnswerOptions, AskedModel, make_record
+from coordexp.data.shards import check_same_request
+from coordexp.data.stores import read_ahead
+from coordexp.detect.answering import Answering, AnswerOptions, AskedModel, make_record
 from coordexp.errors import DataError, UserError, describe_exception
 from coordexp.files import both_ends, open_file, write_whole
 from coordexp.tasks import ignore
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 END = 2**20  # bytes at both ends of a file of weights that distinguish it from another
-HASHES = ("model", "data")  # parts of a request that are hashes; an error message does not show their values
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,24 @@ def identify(model: AskedModel, source: Source, options: AnswerOptions, server: 
     }
 
 
+def refuse_leftovers(predictions: Path, *, samples: bool, records: bool) -> None:
+    """Raise UserError if files of earlier predictions would stay beside new ones, which have samples or are about
+    records."""
+    from coordexp.evaluate.predictions import images_path, samples_path
+
+    if samples_path(predictions).is_file() and not samples:
+        raise UserError(
+            f"{samples_path(predictions)} has samples of earlier predictions, which would not fit the new ones",
+            "remove it, give another --out, or add --samples to replace it",
+        )
+    if images_path(predictions).is_file() and records:
+        raise UserError(
+            f"{images_path(predictions)} has the numbers of earlier predictions on --images, which would not fit "
+            "the new ones",
+            "remove it, or give another --out",
+        )
+
+
 class UnfinishedPredictions:
     """The answers of predictions that are being made, written to disk after every batch. The first line holds the
     request: what identifies the model, the data and the prompt. Only the same request can be resumed."""
@@ -138,17 +158,7 @@ class UnfinishedPredictions:
         complete, _, _ = self.path.read_bytes().rpartition(b"\n")
         lines = complete.split(b"\n")
         before = read_checked(json.loads, lines[0] or b"null", f"{self.path}:1")
-        if before != self.request:
-            before = before if isinstance(before, dict) else {}
-            changed = (name for name in {*before, *self.request} if before.get(name) != self.request.get(name))
-            names = sorted(changed)
-            shown = [name for name in names if name not in HASHES]
-            values = [f"{name} {before.get(name)!r} is now {self.request.get(name)!r}" for name in shown]
-            raise DataError(
-                f"{self.path} was made with another {' and another '.join(names)}"
-                f"{': ' if values else ''}{', '.join(values)}",
-                "give the same as before, or remove the file to start again",
-            )
+        check_same_request(self.path, before, self.request)
         return [read_checked(parse_answer, line, f"{self.path}:{k}") for k, line in enumerate(lines[1:], start=2)]
 
     def resume_batches(self, images: int, batch: int, options: AnswerOptions) -> "list[ImageAnswer]":
@@ -172,6 +182,26 @@ class UnfinishedPredictions:
         from coordexp.evaluate.predictions import to_json, to_line
 
         write_whole(self.path, f"{to_json(self.request)}\n" + "".join(map(to_line, answers)))
+
+    def answer(
+        self,
+        answers: "list[ImageAnswer]",
+        images: "Truth",
+        answering: Answering,
+        folder: Path,
+        batch: int,
+        warn: Callable[[str], None],
+    ) -> Iterator[int]:
+        """Answer the images that `answers` does not have yet, and add their answers to it and to the file, batch
+        by batch. Yield the number of images of each batch."""
+        for start in range(len(answers) // answering.options.answers_per_image, len(images), batch):
+            of_batch = images[start : start + batch]
+            soon = images[start : start + 2 * batch]  # the next batch is read during this one
+            read_ahead(join_address(folder, record.image) for _, record in soon)
+            new = answering.answer_batch(of_batch, folder, warn)
+            self.add(new)
+            answers += new
+            yield len(of_batch)
 
     def add(self, answers: "Sequence[ImageAnswer]") -> None:
         from coordexp.evaluate.predictions import to_line

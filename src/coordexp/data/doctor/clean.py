@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions
-from coordexp.data.doctor.examine import CheckedLine, ReadImage, check_lines, read_parts
+from coordexp.data.doctor.examine import CheckedLine, ReadImage, check_lines, cut_parts, read_parts
 from coordexp.data.records import Record
 from coordexp.errors import DataError, Finding, Place
 from coordexp.files import write_parts
@@ -58,9 +58,9 @@ def clean(
             _add_line(part, line)
         return part
 
-    whole, counts, firsts = Cleaned(), Counter[str](), dict[str, Place]()
+    whole, counts, firsts, before = Cleaned(), Counter[str](), dict[str, Place](), 0
     with write_parts(target) as write:
-        for before, part in read_parts(path, clean_part, processes, notify):
+        for lines, part in read_parts(path, cut_parts(path), clean_part, processes, notify):
             write(part.text)
             for what, line, detail in part.removals:
                 counts[what] += 1
@@ -69,6 +69,7 @@ def clean(
             whole.objects += part.objects
             whole.changed += part.changed
             whole.suspicions.merge(part.suspicions)
+            before += lines
         for problem in whole.suspicions.problems():
             if (kind := KINDS[problem.code]).severity == "error":
                 raise DataError(f"{path}: {kind.problem}: {problem.detail}; nothing was written", kind.fix)

@@ -5,6 +5,7 @@ The file is read in parts, by several processes if they are allowed. The facts a
 the order of the file. The function that reads an image file is passed in; without it, image files are not opened.
 """
 
+import hashlib
 import math
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image,
 from coordexp.data.geometry import BINS
 from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import AnyRecord, ChatRecord, Record, open_records, parse_any_record
+from coordexp.data.shards import Shard
 from coordexp.errors import DataError, Finding, Place, explain
 from coordexp.tasks import ignore
 
@@ -33,6 +35,8 @@ MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may de
 EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
+Part = tuple[int, int]  # the bytes at which it begins and ends
+WHOLE = Shard(0, 1)
 AHEAD = 64  # parts per process that are read before the next ones are given out, to bound the memory
 LINES_AHEAD = 64  # whose images are read ahead, if they are in a store
 ReadImage = Callable[[str], ImageFacts]  # takes an address
@@ -100,8 +104,8 @@ def measure_sides(record: Record) -> Iterator[int]:
 
 
 # An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
-# The request of the record is a part of both hashes: an image with another request is not a duplicate. The hashes
-# are those of this process and its forks. Tuples of numbers and texts are sent quickly.
+# The request of the record is a part of both hashes: an image with another request is not a duplicate. Tuples of
+# numbers and texts are sent quickly.
 ImageUse = tuple[int, str, int, int | None]
 
 
@@ -286,9 +290,24 @@ def examine(
     processes: int = 1,
     part: int = PART,
 ) -> DataReport:
-    """Report on a data file. `look` reads the facts of an image file. `max_length` is the largest number of tokens
-    of an example, as far as they are counted. `notify` is called with the share of the file that has been read.
-    Several `processes` read parts of the file, of about `part` bytes, side by side; the report is the same."""
+    """Report on a data file. The options are those of `read_facts`; parts have about `part` bytes. The report does
+    not depend on the number of `processes`."""
+    facts = read_facts(path, cut_parts(path, part=part), look, count_tokens, max_length, notify, processes)
+    return conclude(path, facts)
+
+
+def read_facts(
+    path: Path,
+    parts: Sequence[Part],
+    look: ReadImage | None = None,
+    count_tokens: CountTokens | None = None,
+    max_length: int | None = None,
+    notify: Callable[[float], None] = ignore,
+    processes: int = 1,
+) -> Iterator[tuple[int, Facts]]:
+    """Yield the number of lines of each part, and the facts about it. `look` reads the facts of an image file.
+    `max_length` is the largest number of tokens of an example, as far as they are counted. `notify` is called with
+    the share of the parts that has been read. Several `processes` read parts side by side."""
 
     def read_part(lines: Sequence[bytes]) -> Facts:
         facts = Facts()
@@ -299,9 +318,14 @@ def examine(
                 _add_length(facts, line.number, line.record, count_tokens, max_length)
         return facts
 
-    whole = Facts()
+    return read_parts(path, parts, read_part, processes, notify)
+
+
+def conclude(path: Path, parts: Iterable[tuple[int, Facts]]) -> DataReport:
+    """Return the report on a file from the number of lines of each of its parts, and the facts about it."""
+    whole, before = Facts(), 0
     paths, contents = dict[int, int](), dict[int, int]()  # from the hash of each to the first line that has it
-    for before, facts in read_parts(path, read_part, processes, notify, part):
+    for lines, facts in parts:
         for line, image, path_hash, content in facts.images:
             line += before
             first = paths.setdefault(path_hash, line)
@@ -311,6 +335,7 @@ def examine(
             elif twin != line:
                 whole.add(line, Problem("duplicate-content", f"{image!r}, as in line {twin}"))
         whole.merge(facts, before)
+        before += lines
     for problem in list(whole.conclude()):
         whole.add(None, problem)
     findings = []
@@ -337,9 +362,15 @@ def _add_line(facts: Facts, line: CheckedLine) -> None:
     facts.sides.update(measure_sides(record))
     facts.suspicions.add(record)
     request = (record.classes, record.expression, record.prompt)
-    content = None if line.image is None else hash((line.image.content_hash, request))
-    path_hash = hash((os.path.normpath(record.image), request))
+    content = None if line.image is None else _hash(line.image.content_hash, request)
+    path_hash = _hash(os.path.normpath(record.image), request)
     facts.images.append((line.number, record.image, path_hash, content))
+
+
+def _hash(*values: object) -> int:
+    """Return a hash of texts and numbers that is the same in every process."""
+    text = repr(values).encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def _add_length(
@@ -361,23 +392,30 @@ def _add_length(
         facts.add(line, Problem("too-long", f"{length:,} tokens{parts}; at most {max_length:,} are allowed"))
 
 
-def read_parts(
-    path: Path,
-    work: Callable[[Sequence[bytes]], T],
-    processes: int,
-    notify: Callable[[float], None],
-    part: int = PART,
-) -> Iterator[tuple[int, T]]:
-    """Yield the number of lines before each part of a file, and what `work` returns for its lines, in order. Parts
-    have about `part` bytes, and several `processes` read them side by side. `notify` gets the share of the file
-    that has been read."""
-    parts, begin, size = list[tuple[int, int]](), 0, path.stat().st_size
+def cut_parts(path: Path, shard: Shard = WHOLE, part: int = PART) -> list[Part]:
+    """Return where the parts of a shard of a file begin and end. They have about `part` bytes and whole lines. A
+    shard without parts gets an empty one."""
+    parts, begin, size = list[Part](), 0, path.stat().st_size
     with open_records(path) as file:
         while begin < size:
             file.seek(min(begin + part, size))
             file.readline()
             parts.append((begin, file.tell()))
             begin = file.tell()
+    cut = shard.cut(len(parts))
+    end = parts[cut.start - 1][1] if cut.start else 0
+    return parts[cut.start : cut.stop] or [(end, end)]
+
+
+def read_parts(
+    path: Path,
+    parts: Sequence[Part],
+    work: Callable[[Sequence[bytes]], T],
+    processes: int,
+    notify: Callable[[float], None],
+) -> Iterator[tuple[int, T]]:
+    """Yield the number of lines of each part of a file, and what `work` returns for them, in order. Several
+    `processes` read parts side by side. `notify` gets the share of the parts that has been read."""
 
     def read(bounds: tuple[int, int]) -> tuple[int, T]:
         lines = _read_lines(path, *bounds)
@@ -385,11 +423,9 @@ def read_parts(
 
     processes = min(processes, len(parts)) if sys.platform == "linux" else 1
     results = map(read, parts) if processes <= 1 else _map_in_processes(read, parts, processes)
-    before = 0
-    for (_, end), (lines, result) in zip(parts, results, strict=True):
-        yield before, result
-        before += lines
-        notify(end / size)
+    for number, result in enumerate(results, start=1):
+        yield result
+        notify(number / len(parts))
 
 
 def _read_lines(path: Path, begin: int, end: int) -> list[bytes]:
@@ -398,7 +434,7 @@ def _read_lines(path: Path, begin: int, end: int) -> list[bytes]:
         content = file.read(end - begin)
     if len(content) < end - begin:
         raise DataError(f"{path} was changed while it was read", "start again when it is complete")
-    return content.removesuffix(b"\n").split(b"\n")
+    return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
 def _map_in_processes(

@@ -1,0 +1,208 @@
+"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `predict --shard`."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordexp.cli.console import JsonOption, bar, err, out, progress, sanitize
+from coordexp.data.shards import Shard
+from coordexp.errors import UserError
+
+if TYPE_CHECKING:
+    from coordexp.detect.shards import PredictionJob
+
+SHARDS_PER_WORKER = 8  # so that workers of different speed end together
+
+app = typer.Typer(
+    help="Show and join what `predict --shard` and `data doctor --shard` made.", no_args_is_help=True
+)
+FolderArgument = Annotated[
+    Path, typer.Argument(exists=True, file_okay=False, help="The folder of the shards.", show_default=False)
+]
+
+
+@app.command("status")
+def status(folder: FolderArgument) -> None:
+    """Say which shards are finished. Exits 1 if some are not."""
+    from coordexp.data.shards import SHOWN, survey
+
+    known = survey(folder)
+    out.print(f"{len(known.finished):,} of {known.count:,} shards are finished", markup=False)
+    for numbers, what in (
+        (sorted(known.begun), "begun, by a process that is at work or was interrupted"),
+        ([number for number in known.missing if number not in known.begun], "not begun"),
+    ):
+        if numbers:
+            more = f" and {len(numbers) - SHOWN:,} more" if len(numbers) > SHOWN else ""
+            out.print(f"{what}: {', '.join(map(str, numbers[:SHOWN]))}{more}", markup=False)
+    raise typer.Exit(1 if known.missing else 0)
+
+
+@app.command("merge")
+def merge(
+    folder: FolderArgument,
+    to: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", dir_okay=False, help="Of predictions: preds.json, as for `predict`."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`."""
+    from coordexp.data.shards import read_finished
+
+    is_doctor = read_finished(folder)[0].command == "doctor"
+    if is_doctor and to is not None:
+        raise UserError("--out has no effect for shards of `data doctor`", "leave it out, or add --json")
+    if not is_doctor and (to is None or as_json):
+        raise UserError("the answers of shards are written to files", "give --out preds.json, without --json")
+    if to is not None:
+        merge_predictions(folder, to)
+        return
+    from coordexp.cli.data import show_report
+    from coordexp.data.doctor.shards import merge_facts
+
+    first, report = merge_facts(folder)
+    show_report(report, first.request["max_length"], as_json)
+
+
+def merge_predictions(folder: Path, to: Path) -> None:
+    """Write the predictions of all shards, and say what is in them. Raise UserError if most images are missing."""
+    from coordexp.data.shards import read_finished
+    from coordexp.detect.predicting import refuse_leftovers
+    from coordexp.detect.shards import merge_answers
+
+    refuse_leftovers(to, samples=bool(read_finished(folder)[0].request.get("samples")), records=True)
+    with progress(f"joining {folder}") as show:
+        first, counts = merge_answers(folder, to, show)
+    out.print(f"{counts['objects']} objects in {counts['images']} images: {to}", markup=False)
+    if "dedup" in first.request:
+        out.print(f"{counts['dropped']} objects dropped as duplicates")
+    if counts["truncated"]:
+        err.print(f"{counts['truncated']} answers were cut off at {first.request['max_new_tokens']} tokens")
+    report_unreadable(counts["unreadable"], counts["images"])
+
+
+def report_unreadable(unreadable: int, images: int) -> None:
+    """Say how many images could not be read. Raise UserError if these are most of them."""
+    if not unreadable:
+        return
+    fields = "their answers have finish_reason image_unreadable"
+    message = f"{unreadable} of {images} images could not be read; {fields}"
+    if unreadable * 2 > images:
+        fix = "run `coordexp data doctor` on the data: it reports what is wrong with each image"
+        raise UserError(message, fix)
+    err.print(message, style="yellow")
+
+
+def predict_shard(job: "PredictionJob", shard: Shard) -> None:
+    """Make one shard of a job, unless it is finished."""
+    from coordexp.detect.shards import ShardPredictor
+
+    with progress("loading"):
+        predictor = ShardPredictor(job, warn)
+    images = len(shard.cut(predictor.images, job.batch))
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with bar(f"answering shard {shard}", images) as advance:
+            is_new = predictor(shard.number, advancing(advance))
+    except KeyboardInterrupt as interruption:
+        err.print("interrupted; the same command goes on with this shard")
+        raise typer.Exit(143 if interruption.args else 130) from None
+    finally:
+        predictor.close()
+    done = f"{images} images answered" if is_new else "it was finished before"
+    out.print(f"shard {shard} in {job.folder}: {done}", markup=False)
+
+
+def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: bool) -> None:
+    """Make all shards of a job with several processes, and join them. The folder of the shards stands beside the
+    predictions, and is removed when they are complete."""
+    from coordexp.data import RecordFile
+    from coordexp.data.shards import check_same_request, manifest_path, survey
+    from coordexp.detect.predicting import refuse_leftovers
+    from coordexp.detect.shards import ShardPredictor, check_image_ids
+    from coordexp.detect.workers import run_workers
+
+    places = _find_places(workers)
+    begun = survey(job.folder) if job.folder.is_dir() else None
+    if resume and begun is None and to.is_file():
+        out.print(f"{to} is complete: nothing to do", markup=False)
+        return
+    if begun is not None and not resume:
+        raise UserError(
+            f"{job.folder} has the answers of predictions that were interrupted",
+            "add --resume to continue, or remove the folder to start again",
+        )
+    refuse_leftovers(to, samples=bool(job.options.samples), records=True)
+    with progress("loading"):
+        check_image_ids(RecordFile(job.data))
+        predictor = ShardPredictor(job, warn)
+    batches = -(-predictor.images // job.batch)
+    count = min(batches, SHARDS_PER_WORKER * len(places)) if begun is None else begun.count
+    finished = {} if begun is None else begun.finished
+    for number, manifest in finished.items():
+        check_same_request(manifest_path(job.folder, Shard(number, count)), manifest.request, predictor.request)
+    numbers = [number for number in range(count) if number not in finished]
+    before = sum(manifest.counts["images"] for manifest in finished.values())
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with bar(f"answering with {len(places)} workers", predictor.images, before) as advance:
+            run_workers(replace(job, shards=count), numbers, places, advancing(advance), warn)
+    except KeyboardInterrupt as interruption:
+        err.print(
+            f"interrupted; the answers so far are in {job.folder}\n"
+            "  the same command with --resume continues from there",
+            markup=False,
+        )
+        raise typer.Exit(143 if interruption.args else 130) from None
+    merge_predictions(job.folder, to)
+    shutil.rmtree(job.folder)
+
+
+def _find_places(workers: str) -> list[dict[str, str]]:
+    """Return the environment of each worker: one GPU for each, or its share of the processors."""
+    import torch
+
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = shown.split(",") if shown else [str(number) for number in range(torch.cuda.device_count())]
+    gpus = gpus[: torch.cuda.device_count()]
+    if workers == "auto" and not gpus:
+        raise UserError(
+            "--workers auto is one worker per GPU, and there is none", "give a number, e.g. --workers 2"
+        )
+    if workers != "auto" and not (workers.isdecimal() and int(workers)):
+        raise UserError(f"--workers {workers} is neither auto nor a number above 0", "give e.g. --workers 2")
+    count = len(gpus) if workers == "auto" else int(workers)
+    if gpus and count > len(gpus):
+        raise UserError(f"--workers {count}, but there are {len(gpus)} GPUs", "give --workers auto")
+    if gpus:
+        return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // count))
+    return [{"OMP_NUM_THREADS": threads}] * count
+
+
+def advancing(advance: Callable[[], None]) -> Callable[[int], None]:
+    """Return a function that advances a bar to a number."""
+    shown = 0
+
+    def advance_to(number: int) -> None:
+        nonlocal shown
+        while shown < number:
+            advance()
+            shown += 1
+
+    return advance_to
+
+
+def warn(problem: str) -> None:
+    err.print(sanitize(problem), markup=False, style="yellow")
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)

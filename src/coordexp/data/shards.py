@@ -1,0 +1,206 @@
+"""Work in shards: a job on a file of records is cut into equal parts, and any process on any machine may do any
+part.
+
+All shards of a job write into one folder:
+
+    00003-of-00016.answers.jsonl  the result of a shard, whole or not at all
+    00003-of-00016.json           its manifest, which is written last: a shard with a manifest is finished
+    shards.lock                   one byte per shard, locked by the process that works on it
+
+A finished shard is not done again, and one that was killed is. The manifest says what decided the result, so that
+results of another model, data file or setting are refused instead of joined.
+"""
+
+import fcntl
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from coordexp.data.records import check_value
+from coordexp.errors import DataError, UserError, explain
+from coordexp.files import write_json, write_whole
+
+LOCKS = "shards.lock"
+SUFFIXES = {"predict": ".answers.jsonl", "doctor": ".facts.jsonl"}  # of the results of each command
+HASHES = ("model", "data")  # parts of a request that are hashes; an error message does not show their values
+SHOWN = 10  # numbers of shards in a message
+_FILE = re.compile(r"(\d{5,})-of-(\d{5,})(\.json|\.unfinished\.jsonl)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `count` equal parts of a job. The numbers begin at 0, like those of task arrays."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shard":
+        match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+        if match is None or int(match[1]) >= int(match[2]):
+            fix = "write its number, from 0, and how many there are: the shards 0/4, 1/4, 2/4 and 3/4 are all data"
+            raise UserError(f"--shard {text} is not a shard", fix)
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.number:05}-of-{self.count:05}"
+
+    def cut(self, total: int, batch: int = 1) -> range:
+        """Return the part of `total` things that this shard has. Parts end where batches end: a model may answer
+        an image with other last digits if it is asked together with other images."""
+        batches = -(-total // batch)
+        begin, end = (batches * number // self.count * batch for number in (self.number, self.number + 1))
+        return range(min(begin, total), min(end, total))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished shard did. `begin` and `end` are its part of the data: the numbers of records, or bytes.
+    `request` has everything that decided the result, and `sha256` is the hash of the result."""
+
+    command: Literal["predict", "doctor"]
+    shard: int
+    shards: int
+    begin: int
+    end: int
+    data: str
+    request: dict[str, Any]
+    counts: dict[str, int]
+    sha256: str
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def manifest_path(folder: Path, shard: Shard) -> Path:
+    return folder / f"{shard.name}.json"
+
+
+def result_path(folder: Path, shard: Shard, command: str) -> Path:
+    return folder / f"{shard.name}{SUFFIXES[command]}"
+
+
+def finish(folder: Path, manifest: Manifest, content: bytes) -> None:
+    """Write the result of a shard, and then its manifest."""
+    shard = Shard(manifest.shard, manifest.shards)
+    write_whole(result_path(folder, shard, manifest.command), content)
+    write_json(manifest_path(folder, shard), asdict(manifest))
+
+
+def hash_content(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def is_finished(folder: Path, shard: Shard, request: dict[str, Any]) -> bool:
+    """Return True if a shard has a result. Raise DataError if that is the result of another request."""
+    path = manifest_path(folder, shard)
+    if not path.is_file():
+        return False
+    check_same_request(path, _read_manifest(path).request, request)
+    return True
+
+
+def check_same_request(path: Path, before: Any, request: dict[str, Any]) -> None:
+    """Raise DataError, which names the differing parts, unless the file at `path` was made with this request."""
+    if before == request:
+        return
+    before = before if isinstance(before, dict) else {}
+    names = sorted(name for name in {*before, *request} if before.get(name) != request.get(name))
+    shown = [name for name in names if name not in HASHES]
+    values = [f"{name} {before.get(name)!r} is now {request.get(name)!r}" for name in shown]
+    raise DataError(
+        f"{path} was made with another {' and another '.join(names)}{': ' if values else ''}{', '.join(values)}",
+        "give the same as before, or remove the file to start again",
+    )
+
+
+@contextmanager
+def claim(folder: Path, shard: Shard) -> Iterator[None]:
+    """Keep other processes from working on a shard, as far as the file system has locks. Raise UserError if one
+    does. The lock ends with the process, however that ends. Without locks, two processes may do the same work;
+    their results are equal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCKS).open("ab") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard.number)
+        except (BlockingIOError, PermissionError) as error:
+            raise UserError(
+                f"another process is working on shard {shard} in {folder}", "wait for it, or end that process"
+            ) from error
+        except OSError:
+            pass  # no locks on this file system
+        yield
+
+
+@dataclass(frozen=True)
+class Survey:
+    """How far the shards of a folder are. `begun` are those that are being made or were interrupted."""
+
+    count: int
+    finished: dict[int, Manifest]
+    begun: frozenset[int]
+
+    @property
+    def missing(self) -> list[int]:
+        return [number for number in range(self.count) if number not in self.finished]
+
+
+def survey(folder: Path) -> Survey:
+    """Read all manifests of a folder. Raise DataError if it has no shards, or those of several jobs."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    matches = [match for name in names if (match := _FILE.fullmatch(name))]
+    counts = sorted({int(match[2]) for match in matches})
+    if not counts:
+        raise DataError(f"{folder} has no shards", "give the folder that was given to --shard as --out")
+    if len(counts) > 1:
+        raise DataError(
+            f"{folder} has shards of jobs with {' and with '.join(map(str, counts))} shards",
+            "remove the files of one job, or give every job a folder of its own",
+        )
+    finished = {int(match[1]): _read_manifest(folder / match[0]) for match in matches if match[3] == ".json"}
+    begun = frozenset(int(match[1]) for match in matches) - finished.keys()
+    return Survey(counts[0], finished, begun)
+
+
+def read_finished(folder: Path) -> list[Manifest]:
+    """Return the manifests of all shards, in order. Raise DataError unless every shard of one job is finished and
+    every result is the one that its shard wrote."""
+    known = survey(folder)
+    if known.missing:
+        more = f" and {len(known.missing) - SHOWN} more" if len(known.missing) > SHOWN else ""
+        numbers = ", ".join(map(str, known.missing[:SHOWN])) + more
+        raise DataError(
+            f"{folder}: {len(known.missing)} of {known.count} shards are not finished: {numbers}",
+            "run the command with --shard again for each of them; what they have already is kept",
+        )
+    manifests = [known.finished[number] for number in range(known.count)]
+    end = 0
+    for manifest in manifests:
+        shard = Shard(manifest.shard, manifest.shards)
+        path = manifest_path(folder, shard)
+        check_same_request(path, manifest.request, manifests[0].request)
+        result = result_path(folder, shard, manifest.command)
+        content = result.read_bytes() if result.is_file() else b""
+        if hash_content(content) != manifest.sha256 or manifest.begin != end:
+            raise DataError(
+                f"{result} is not what its shard wrote",
+                f"remove {path} and run --shard {shard} again",
+            )
+        end = manifest.end
+    return manifests
+
+
+def _read_manifest(path: Path) -> Manifest:
+    with explain((OSError, ValueError), str(path), "remove it and run its shard again"):
+        return check_value(_MANIFEST, json.loads(path.read_bytes()))

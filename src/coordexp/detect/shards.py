@@ -1,0 +1,193 @@
+"""Predictions in shards: a pure function from the number of a shard to a file of answers, for task arrays, pods,
+workers and Ray actors, and the joining of these files.
+
+The joined files are those that one undisturbed `coordexp predict` writes, byte for byte, as long as the model
+answers a batch in the same way everywhere.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coordexp.config.settings import AnswerFormatName
+from coordexp.data import RecordFile
+from coordexp.data.export import number_classes
+from coordexp.data.shards import (
+    Manifest,
+    Shard,
+    claim,
+    finish,
+    hash_content,
+    is_finished,
+    read_finished,
+    result_path,
+)
+from coordexp.detect.answering import API_KEY, Answering, AnswerOptions, AskedModel, Backend, Generator
+from coordexp.detect.predicting import Source, UnfinishedPredictions, identify
+from coordexp.errors import DataError
+from coordexp.files import write_parts
+from coordexp.tasks import ignore
+
+if TYPE_CHECKING:
+    from coordexp.evaluate import ImageAnswer
+    from coordexp.evaluate.predictions import Truth
+
+
+@dataclass(frozen=True)
+class PredictionJob:
+    """What every process that makes shards has to know. It can be sent to another process."""
+
+    model: Path
+    data: Path
+    folder: Path  # for the answers of all shards
+    shards: int
+    options: AnswerOptions
+    batch: int = 16
+    limit: int | None = None
+    prompt: str | None = None
+    answer_format: AnswerFormatName | None = None
+    backend: Backend = "hf"
+    server: str | None = None
+    served_model: str | None = None
+
+
+class ShardPredictor:
+    """Answers the images of shards, of which it reads only their records. The model is loaded for the first shard
+    that is not finished. `warn` gets a message about every image that cannot be read."""
+
+    def __init__(self, job: PredictionJob, warn: Callable[[str], None] = ignore) -> None:
+        self.job, self._warn = job, warn
+        self._records = RecordFile(job.data)
+        self.images = min(len(self._records), job.limit or len(self._records))
+        self._model = AskedModel.load(job.model, job.answer_format, job.prompt)
+        job.options.check_format(self._model.answer_format.name)
+        source = Source((), self._records.path.parent, self._records.sha256)
+        cut = {"batch": job.batch, "images": self.images}
+        self.request = identify(self._model, source, job.options, job.server) | cut
+        self._generator: Generator | None = None
+        self._longest = 0
+
+    def __call__(self, number: int, notify: Callable[[int], None] = ignore) -> bool:
+        """Write the answers to the images of a shard, and return True, or False if it was finished before. What
+        was answered before an interruption is kept. `notify` gets the number of images that are answered."""
+        shard, job = Shard(number, self.job.shards), self.job
+        with claim(job.folder, shard):
+            if is_finished(job.folder, shard, self.request):
+                return False
+            part = shard.cut(self.images, job.batch)
+            images = [self._records.read_with_image_id(index) for index in part]
+            unfinished = UnfinishedPredictions(job.folder / f"{shard.name}.json", self.request)
+            answers: list[ImageAnswer] = []
+            if unfinished.path.is_file():
+                answers = unfinished.resume_batches(len(images), job.batch, job.options)
+            else:
+                unfinished.begin()
+            answered = len(answers) // job.options.answers_per_image
+            notify(answered)
+            if answered < len(images):
+                answering = Answering(self._model, self._start(images), job.options)
+                folder = self._records.path.parent
+                for count in unfinished.answer(answers, images, answering, folder, job.batch, self._warn):
+                    answered += count
+                    notify(answered)
+            self._finish(shard, part, images, answers)
+            unfinished.path.unlink()
+        return True
+
+    def close(self) -> None:
+        """End the engine, if one was started."""
+        if self._generator is not None:
+            self._generator.close()
+            self._generator = None
+
+    def _start(self, images: "Truth") -> Generator:
+        """Return the running model. An engine that was started for shorter prompts is started again."""
+        job = self.job
+        longest = self._model.count_longest_prompt(record for _, record in images) + job.options.max_new_tokens
+        if self._generator is not None and (job.server or job.backend == "hf" or longest <= self._longest):
+            return self._generator
+        self.close()
+        if job.server is None:
+            self._generator = self._model.start(job.backend, job.batch, longest)
+        else:
+            key = os.environ.get(API_KEY)
+            self._generator = self._model.connect(job.server, job.batch, key, job.served_model)
+        self._longest = longest
+        return self._generator
+
+    def _finish(self, shard: Shard, part: range, images: "Truth", answers: "list[ImageAnswer]") -> None:
+        from coordexp.evaluate.predictions import to_line
+
+        job = self.job
+        greedy = [answer for answer in answers if answer.sample is None]
+        if [answer.image_id for answer in greedy] != [image_id for image_id, _ in images]:
+            raise DataError(
+                f"{job.folder}: the unfinished answers of shard {shard} are about other images",
+                f"remove {shard.name}.unfinished.jsonl, and make the shard again",
+            )
+        content = "".join(map(to_line, answers)).encode(errors="backslashreplace")
+        counts = {
+            "images": len(greedy),
+            "objects": sum(len(answer.valid) for answer in greedy),
+            "dropped": sum(len(answer.dropped) for answer in greedy),
+            "truncated": sum(answer.is_truncated for answer in greedy),
+            "unreadable": sum(not answer.was_asked for answer in greedy),
+        }
+        data, sha256 = str(job.data.absolute()), hash_content(content)
+        manifest = Manifest(
+            "predict", shard.number, shard.count, part.start, part.stop, data, self.request, counts, sha256
+        )
+        finish(job.folder, manifest, content)
+
+
+def merge_answers(folder: Path, to: Path, notify: Callable[[str], None] = ignore) -> tuple[Manifest, Counter[str]]:
+    """Write the predictions of all shards to `to` and the files beside it. Return the manifest of the first shard,
+    and the counts of all shards. Records and answers are read one by one. Raise DataError if a shard is not
+    finished, if the shards do not belong together, or if the data have changed."""
+    from coordexp.evaluate.answer import parse_answer
+    from coordexp.evaluate.predictions import answers_path, read_checked, samples_path, to_detections, to_json
+
+    manifests = read_finished(folder)
+    first, counts = manifests[0], Counter[str]()
+    records = RecordFile(Path(first.data), notify)
+    if records.sha256 != first.request["data"]:
+        raise DataError(f"{records} has changed since it was predicted on", "predict again")
+    check_image_ids(records)
+    categories = number_classes(item for index in range(len(records)) for item in records[index].objects)
+    images = map(records.read_with_image_id, range(manifests[-1].end))
+    separator = "["
+    with ExitStack() as files:
+        write = files.enter_context(write_parts(to))
+        write_answer = files.enter_context(write_parts(answers_path(to)))
+        write_sample: Callable[[bytes], None] = ignore
+        if first.request.get("samples"):
+            write_sample = files.enter_context(write_parts(samples_path(to)))
+        for manifest in manifests:
+            counts.update(manifest.counts)
+            path = result_path(folder, Shard(manifest.shard, manifest.shards), "predict")
+            for line in path.read_bytes().splitlines(keepends=True):
+                answer = read_checked(parse_answer, line, str(path))
+                if answer.sample is not None:
+                    write_sample(line)
+                    continue
+                write_answer(line)
+                for detection in to_detections([answer], [next(images)], categories):
+                    write(f"{separator}{to_json(detection.as_dict())}")
+                    separator = ",\n"
+        write("[]\n" if separator == "[" else "]\n")
+    return first, counts
+
+
+def check_image_ids(records: RecordFile) -> None:
+    """Raise DataError if two records have the same number."""
+    from coordexp.evaluate import read_truth
+
+    numbers = (records.read_with_image_id(index)[0] for index in range(len(records)))
+    if len(np.unique(np.fromiter(numbers, dtype=np.int64))) < len(records):
+        read_truth(records)  # it says which ones

@@ -1,0 +1,134 @@
+"""Predictions in shards: the files of many processes, some of them killed, are those of one undisturbed one."""
+
+import json
+import random
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from coordexp.cli import app
+from coordexp.demo.scenes import SceneSettings, write_scenes
+from tests.integration.stage2_runs import MODEL, finish, started
+
+pytestmark = pytest.mark.timeout(240)
+ANSWERED = ["--max-new-tokens", "60", "--batch", "2"]
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def predict(folder, out, *more):
+    return ["predict", "--model", MODEL, "--data", folder / "s/val.jsonl", "--out", folder / out, *ANSWERED, *more]
+
+
+def read_all(folder, name):
+    suffixes = (".json", ".answers.jsonl", ".samples.jsonl")
+    return [(folder / name).with_suffix(suffix).read_bytes() for suffix in suffixes]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """A folder with 13 scenes, of which one has no image, and what one process predicts, as preds.json."""
+    folder = tmp_path_factory.mktemp("scenes")
+    write_scenes(folder / "s", SceneSettings(objects=(1, 2)), train=1, val=13, seed=4)
+    sorted((folder / "s/images/val").iterdir())[5].unlink()
+    whole = run(*predict(folder, "preds.json", "--samples", "1"))
+    assert whole.exit_code == 0, whole.output
+    return folder
+
+
+def test_the_merged_shards_are_the_predictions_of_one_process_byte_for_byte(scenes):
+    for number in (2, 0, 4, 1):
+        made = run(*predict(scenes, "merged", "--samples", "1", "--shard", f"{number}/5"))
+        assert made.exit_code == 0, made.output
+    status = run("shards", "status", scenes / "merged")
+    assert (status.exit_code, "4 of 5 shards" in status.output, "not begun: 3" in status.output) == (1, True, True)
+    early = run("shards", "merge", scenes / "merged", "--out", scenes / "merged.json")
+    assert early.exit_code == 1 and "not finished: 3" in early.output
+    assert run(*predict(scenes, "merged", "--samples", "1", "--shard", "3/5")).exit_code == 0
+    assert run("shards", "status", scenes / "merged").exit_code == 0
+    merged = run("shards", "merge", scenes / "merged", "--out", scenes / "merged.json")
+    assert merged.exit_code == 0 and "1 of 13 images could not be read" in merged.output, merged.output
+    assert read_all(scenes, "merged.json") == read_all(scenes, "preds.json")
+    manifest = json.loads((scenes / "merged/00002-of-00005.json").read_text())
+    assert (manifest["begin"], manifest["end"], manifest["counts"]["images"]) == (4, 8, 4)
+    assert manifest["counts"]["unreadable"] == 1
+
+    before = {file.name: file.stat().st_mtime_ns for file in (scenes / "merged").glob("0*")}
+    again = run(*predict(scenes, "merged", "--samples", "1", "--shard", "2/5"))
+    assert again.exit_code == 0 and "it was finished before" in again.output
+    assert {file.name: file.stat().st_mtime_ns for file in (scenes / "merged").glob("0*")} == before
+    other = run(*predict(scenes, "merged", "--shard", "2/5"))
+    assert other.exit_code == 1 and "00002-of-00005.json was made with another" in other.output
+
+
+def test_a_shard_that_was_killed_keeps_its_whole_batches_and_goes_on(scenes):
+    words = ["-m", "coordexp", *map(str, predict(scenes, "killed", "--samples", "1", "--shard", "0/1"))]
+    unfinished = scenes / "killed/00000-of-00001.unfinished.jsonl"
+    with started(words) as process:
+        while not (unfinished.is_file() and unfinished.read_bytes().count(b"\n") >= 9):  # two batches
+            assert process.process.poll() is None and process.seconds < 120, process.shown
+            time.sleep(0.002)
+        process.process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    status = run("shards", "status", scenes / "killed")
+    assert status.exit_code == 1 and "interrupted: 0" in status.output
+    done = run(*predict(scenes, "killed", "--samples", "1", "--shard", "0/1"))
+    assert done.exit_code == 0, done.output
+    assert run("shards", "merge", scenes / "killed", "--out", scenes / "killed.json").exit_code == 0
+    assert read_all(scenes, "killed.json") == read_all(scenes, "preds.json") and not unfinished.exists()
+
+
+def test_options_that_make_no_sense_for_a_shard_are_refused(scenes):
+    for words in (["--shard", "5/5"], ["--shard", "0/5", "--page", "p.html"], ["--shard", "0/5", "--resume"]):
+        refused = run(*predict(scenes, "refused", *words))
+        assert refused.exit_code == 1 and words[-2 if words[-1] != "--resume" else -1] in refused.output
+    assert run(*predict(scenes, "s")).exit_code == 1
+
+
+def test_two_workers_of_which_two_are_killed_at_random_make_the_predictions_of_one_process(scenes):
+    """The first process replaces a worker that was killed, and removes the folder of the shards at the end."""
+    chance = random.Random(7)
+    moments = sorted(chance.sample(range(5), 2))  # the number of finished shards, of seven
+    words = ["-m", "coordexp", *map(str, predict(scenes, "two.json", "--samples", "1", "--workers", "2"))]
+    folder = scenes / "two.shards"
+    with started(words) as process:
+        while moments:
+            assert process.process.poll() is None and process.seconds < 200, process.shown
+            if len(list(folder.glob("*.json"))) >= moments[0] and list(folder.glob("*.unfinished.jsonl")):
+                children = psutil.Process(process.process.pid).children()
+                chance.choice([child for child in children if is_worker(child)]).kill()
+                del moments[0]
+                time.sleep(0.5)
+            time.sleep(0.005)
+        assert process.wait(200) == 0, process.shown
+        assert process.shown.count("another takes it") == 2, process.shown
+        assert not process.remains()
+    assert read_all(scenes, "two.json") == read_all(scenes, "preds.json")
+    assert not folder.exists()
+
+
+def is_worker(process):
+    with suppress(psutil.Error):
+        return any("spawn_main" in word for word in process.cmdline())
+    return False
+
+
+def test_workers_end_with_the_first_process_and_their_answers_are_resumed(scenes):
+    words = ["-m", "coordexp", *map(str, predict(scenes, "ended.json", "--samples", "1", "--workers", "2"))]
+    folder = scenes / "ended.shards"
+    with started(words) as process:
+        while not list(folder.glob("*-of-*")):
+            assert process.process.poll() is None and process.seconds < 120, process.shown
+            time.sleep(0.01)
+        process.process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        assert not process.remains()
+    assert run(*words[2:]).exit_code == 1
+    finish([*words[:-1], "1", "--resume"])
+    assert read_all(scenes, "ended.json") == read_all(scenes, "preds.json") and not folder.exists()
