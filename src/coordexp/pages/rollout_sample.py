@@ -13,6 +13,7 @@ prediction.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class DumpedAnswer:
         self.objects: Sequence[Mapping[str, Any]] = self.result["objects"]
         self.valid = [k for k, obj in enumerate(self.objects) if obj["reason"] is None]
         self.pairs = {self.valid[i]: (j, self.result["iou"][i][j]) for i, j in self.result["pairs"]}
+        self.matched = {j: k for k, (j, _) in self.pairs.items()}
         self.rebuilt: Mapping[str, Any] | None = self.result.get("rebuilt")
         self.owners: list[int] = []
         self.changes: dict[int, str] = {}
@@ -86,6 +88,9 @@ class DumpedAnswer:
             else:
                 yield -2 - agreed
                 agreed += 1
+
+    def owner_of_true(self, j: int) -> int:
+        return self.matched.get(j, -2 - j)
 
     def number(self, owner: int) -> int | None:
         """Return the number of an object in the rebuilt answer, or None if it was left out."""
@@ -137,8 +142,6 @@ def show_sample(
         "rebuilt": answer.rebuilt is not None,
         "choice": _show_choice(dump.get("choice")),
         "match": {
-            "rows": answer.valid,
-            "iou": [[None if value is None else round(value, 6) for value in row] for row in result["iou"]],
             "gate": settings["maskiou_gate"],
             "top_k": settings["candidate_top_k"],
             "rejections": result["gate_rejections"],
@@ -268,7 +271,8 @@ def _show_predicted(answer: DumpedAnswer, taught: set[int]) -> Iterator[dict[str
                 words += f", moved: {key} → object_{number}"
             elif number is not None and key != f"object_{number}":
                 words += f", now object_{number}"
-        yield _show_object(obj, k, "Predicted", state, key, words, mark)
+        shown = _show_object(obj, k, "Predicted", state, key, words, mark)
+        yield shown | {"candidates": [] if obj["reason"] else _list_candidates(answer, k)}
 
 
 def _describe_pair(answer: DumpedAnswer, k: int) -> str:
@@ -289,18 +293,29 @@ def _describe_extra(answer: DumpedAnswer, k: int, taught: set[int]) -> str:
     return f"matches no true object{', but other answers have it' if is_agreed else ''}"
 
 
+def _list_candidates(answer: DumpedAnswer, k: int) -> list[tuple[int, str, float]]:
+    """Return the owner and the name of each true object that a prediction was compared with, and their IoU. The
+    best is first."""
+    row = answer.result["iou"][answer.valid.index(k)]
+    candidates = [
+        (answer.owner_of_true(j), answer.truth[j]["desc"], round(iou, 4))
+        for j, iou in enumerate(row)
+        if iou is not None
+    ]
+    return sorted(candidates, key=itemgetter(2), reverse=True)
+
+
 def _show_truth(answer: DumpedAnswer) -> Iterator[dict[str, Any]]:
     """Yield the true objects. A missed one has a number in a rebuilt answer."""
-    by = {j: k for k, (j, _) in answer.pairs.items()}
     for j, true in enumerate(answer.truth):
-        number = answer.number(-2 - j)
-        if j in by:
-            owner, state, words = by[j], "true", f"by {answer.objects[by[j]]['key']}"
+        number, mark = answer.number(-2 - j), ""
+        if j in answer.matched:
+            state, words = "true", f"by {answer.objects[answer.matched[j]]['key']}"
+        elif number is None:
+            state, words = "missed", "added to the target"
         else:
-            words = "added to the target" if number is None else f"added as object_{number}"
-            owner, state = -2 - j, "missed"
-        mark = f"→ {number}" if state == "missed" and number is not None else ""
-        yield _show_object(true, owner, "True", state, f"true {j + 1}", words, mark)
+            state, words, mark = "missed", f"added as object_{number}", f"→ {number}"
+        yield _show_object(true, answer.owner_of_true(j), "True", state, f"true {j + 1}", words, mark)
 
 
 def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> Iterator[dict[str, Any]]:

@@ -84,7 +84,7 @@ const head = (() => {
 // Which sample is shown, and what is highlighted in it: what the reader points at, or else what was chosen last.
 const inspector = (() => {
   const { index } = data;
-  const REGIONS = { t: "strip", o: "objects", m: "matrix", s: "steps" }; // by the key that goes to them
+  const REGIONS = { t: "strip", o: "objects", s: "steps" }; // by the key that goes to them
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
   let sample = null;
@@ -120,7 +120,8 @@ const inspector = (() => {
     chosen = null;
     head.show(index.samples[k], sample);
     imageView.large(index.samples[k], sample);
-    for (const part of [objects, matrix, strip]) part.show(sample);
+    objects.show(sample);
+    strip.show(sample);
     steps.show(k);
     detail.clear();
     const token = worst();
@@ -154,10 +155,8 @@ const inspector = (() => {
     pointed = null; // the choice counts, wherever the mouse rests
     chosen = { ...target, token: tokenOf(target) };
     if (chosen.token !== null) strip.reveal(chosen.token);
-    for (const host of [find("objects"), find("matrix")]) {
-      const part = host.querySelector(`[data-owner="${target.owners[0]}"]`);
-      if (part) bringIntoView(host, part);
-    }
+    const row = find("objects").querySelector(`[data-owner="${target.owners[0]}"]`);
+    if (row) bringIntoView(find("objects"), row);
     light();
   }
 
