@@ -28,7 +28,6 @@ NOBODY = -1
 SHOWN_SETTINGS = ("mode", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")  # of decoding
 MAX_TEXT = 4000  # characters of an answer that was not chosen
 MAX_NAME = 40  # characters of the name of another object
-MAX_LINE = 240  # tokens of a line; what belongs to no object can be longer
 REASONS = {
     Reason.truncated: "the answer ends inside it",
     Reason.syntax: "not JSON here: it is cut off, and so is everything after it",
@@ -140,7 +139,11 @@ def show_sample(
         "notes": _list_notes(answer),
         "objects": objects,
         "rebuilt": answer.rebuilt is not None,
-        "choice": _show_choice(dump.get("choice")),
+        "others": [
+            (k + 1, text[:MAX_TEXT])
+            for k, text in enumerate(dump["choice"]["texts"] if "choice" in dump else ())
+            if k != dump["choice"]["index"]
+        ],
         "match": {
             "gate": settings["maskiou_gate"],
             "top_k": settings["candidate_top_k"],
@@ -188,14 +191,11 @@ class Strip:
     def lines(self, states: Mapping[int, str]) -> list[tuple[int, int, int, str]]:
         """Return the lines of the strip: the first token, the end, the owner of the first object in it, and what
         became of that object. The opening brace stays with the first object. `states` are by owner."""
-        ends = [0, *(index for index in self.breaks if index > 2), len(self.owner)]
-        parts = [(k, end) for start, end in itertools.pairwise(ends) for k in range(start, end, MAX_LINE)]
         lines = []
-        for first, end in parts:
-            last = min(end, first + MAX_LINE)
-            at = next((k for k in range(first, last) if self.owner[k] != NOBODY), first)
+        for first, end in itertools.pairwise([0, *(index for index in self.breaks if index > 2), len(self.owner)]):
+            at = next((k for k in range(first, end) if self.owner[k] != NOBODY), first)
             owner = self.owner[at]
-            lines.append((first, last, owner, "" if owner == NOBODY else self._label(at, owner, states[owner])))
+            lines.append((first, end, owner, "" if owner == NOBODY else self._label(at, owner, states[owner])))
         return lines
 
     def _label(self, at: int, owner: int, state: str) -> str:
@@ -399,12 +399,3 @@ def _list_notes(answer: DumpedAnswer) -> list[str]:
     if unread := result.get("unread"):
         notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return notes
-
-
-def _show_choice(choice: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return how many answers there were and the numbers and texts of those that were not chosen. Return None if
-    there was only one."""
-    if choice is None:
-        return None
-    others = [[k + 1, text[:MAX_TEXT]] for k, text in enumerate(choice["texts"]) if k != choice["index"]]
-    return {"count": len(choice["texts"]), "others": others}

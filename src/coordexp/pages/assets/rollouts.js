@@ -11,7 +11,7 @@ const head = (() => {
     find("length").textContent = `${all}, ${trained} of them trained, after a prompt of ${prompt}`;
     find("roles").replaceChildren(...data.roles(sample).map(legend));
     const facts = sample.facts.map(([name, value]) => [name, element("bdi", "", value)]);
-    find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.choice));
+    find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.others));
   }
 
   function tally(entry) {
@@ -45,15 +45,12 @@ const head = (() => {
     return [element("h3", "", `Loss ${whole} `, when), list("terms", rows)];
   }
 
-  function origin(facts, choice) {
-    return element("div", "", element("h3", "", "Origin"), list("facts", facts), ...(choice ? [others(choice)] : []));
-  }
-
-  // The answers that were not chosen, behind a summary.
-  function others({ count, others: texts }) {
-    const title = `Not chosen: ${texts.length} of ${countOf(count, "answer")}`;
-    const rows = texts.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
-    return element("details", "", element("summary", "", title), list("", rows), { id: "others" });
+  // The answers that were not chosen are behind a summary.
+  function origin(facts, others) {
+    const texts = others.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
+    const summary = element("summary", "", `${countOf(others.length, "answer")} not chosen`);
+    const details = element("details", "", summary, list("", texts), { id: "others", hidden: !others.length });
+    return element("div", "", element("h3", "", "Origin"), list("facts", facts), details);
   }
 
   return { show };
