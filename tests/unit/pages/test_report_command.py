@@ -131,7 +131,7 @@ def test_seeds_are_one_group_with_a_band(tmp_path):
     result = run(*(tmp_path / f"x-{seed}" for seed in (1, 2, 3)), "--out", file)
     assert "A  x: 3 runs, seeds 1, 2, 3" in result.stdout
     text = file.read_text()
-    assert 'class="band"' in text and "(seeds: A 3); the band is from the lowest to the highest run" in text
+    assert 'class="band"' in text and "the band is from the lowest to the highest run" in text
 
 
 def test_the_table_and_the_page_show_the_difference(tmp_path):
