@@ -182,12 +182,12 @@ def inspect(
         raise UserError("--out and --serve cannot be combined", "leave one of them out")
     if port is not None and not serve:
         raise UserError("--port needs --serve", "add --serve, or leave --port out")
-    logged = read_run(run)
+    target = target or run / INSPECTOR
+    need_page(target)
+    logged = read_run(run)  # so that a wrong folder is reported before a server starts
     if serve:
         _serve(run, samples, PORT if port is None else port)
         return
-    target = target or run / INSPECTOR
-    need_page(target)
     report = REPORT if (target.parent / REPORT).is_file() else None
     with progress(f"reading {run}"):
         page = make_inspector_page(logged, samples, report=report)
