@@ -16,10 +16,11 @@ settings.register_profile("coordexp", examples(100))
 settings.load_profile("coordexp")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    zygote.session = getattr(config, "workerinput", {}).get("testrunuid", "")
     known = set(parts())
     if any(item.get_closest_marker("engine") for item in items):
-        zygote.fork_engines()
+        zygote.imported = zygote.IMPORTED + zygote.IMPORTED_FOR_ENGINES
     for item in items:
         if item.get_closest_marker("full") and item.get_closest_marker("scenario"):
             raise pytest.UsageError(f"{item.nodeid}: a proof of the specification is part of .ci/run")

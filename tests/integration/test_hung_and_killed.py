@@ -108,7 +108,6 @@ def test_servers_that_hung_or_were_killed_leave_nothing(servers, places):
     wait_for(lambda: not places.left(), 5, lambda: str(places.left()))
 
 
-@pytest.mark.cold
 def test_a_launcher_that_is_killed_leaves_nothing(tmp_path_factory):
     with leavings() as places:
         fleet = Fleet(tmp_path_factory.mktemp("launched"), 1)

@@ -237,31 +237,12 @@ def make_thin(data: Path) -> None:
     (data / "train.jsonl").write_text("\n".join([*lines[:3], json.dumps(record), *lines[4:]]))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (
-            make_thin,
-            "1000 x 2: the longer side is more than 200 times the shorter one\n  cut the image into tiles",
-        ),
-        (
-            lambda data: (data / "train.jsonl").write_text(
-                (data / "train.jsonl").read_text().replace('"width": 64', '"width": 640')
-            ),
-            "the record says 640 x 64, the image is 64 x 64",
-        ),
-        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: missing keys: height"),
-    ],
-)
-def test_faults_of_the_data_are_told_without_a_traceback(parts, tmp_path, spoil, words):
+def test_a_fault_of_the_data_is_told_without_a_traceback(parts, tmp_path):
     shutil.copytree(parts / "data", tmp_path / "data")
-    spoil(tmp_path / "data")
+    make_thin(tmp_path / "data")
     settings = {"packing": False, "per_device_train_batch_size": 16, "train_sampling_strategy": "sequential"}
-    file = config(parts, tmp_path.name, **settings)
-    tree = yaml.safe_load(file.read_text())
-    tree["custom"]["train_jsonl"] = str(tmp_path / "data/train.jsonl")
-    file.write_text(yaml.safe_dump(tree))
+    file = with_data(config(parts, "thin", **settings), train_jsonl=str(tmp_path / "data/train.jsonl"))
     done = ran(file)
     assert done.returncode == 1
-    assert words in done.stderr
+    assert "0000003.png" in done.stderr and "1000 x 2: " in done.stderr
     assert "Traceback" not in done.stderr

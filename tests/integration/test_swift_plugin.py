@@ -110,4 +110,4 @@ def test_a_vllm_that_loads_no_logits_processors_stops_the_server_when_it_loads_t
 def test_the_folder_of_the_plugin_shadows_no_module_when_it_is_on_the_import_path():
     """ms-swift puts the folder there, before everything else."""
     names = {file.stem for file in Path(SWIFT_REPEAT_GUARD).parent.iterdir() if file.suffix == ".py"}
-    assert names == {"__init__", "swift_repeat_guard"}
+    assert names == {"swift_repeat_guard"}

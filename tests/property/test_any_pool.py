@@ -18,13 +18,6 @@ def ready(sizes, version=3) -> Pool:
     return pool
 
 
-@given(st.integers(0, 300), SIZES)
-def test_every_request_has_one_server(count, sizes):
-    counts = split_count(count, sizes)
-    assert sum(counts) == count
-    assert all(share >= 0 for share in counts)
-
-
 @pytest.mark.scenario("R07.C17", on="pure")
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 70))
 def test_equal_servers_get_chunks_of_the_rounded_up_size(count, size, servers):

@@ -47,6 +47,7 @@ def test_gates_stay_exact_where_one_side_has_nearly_all_mass():
     assert split.coord_gate()[0].item() == pytest.approx(math.exp(-exact), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_finite_differences_agree_with_every_output(temperature):
     logits = torch.randn(3, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ from tests import zygote
 from tests.integration.servers import wait_for
 from tests.source import SOURCE
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[3]
 
