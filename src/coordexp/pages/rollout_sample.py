@@ -359,7 +359,9 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
     rollout, place = dump["rollout"], dump["place"]
     facts = {
         "answered by": f"the weights after {place['step']:,} update{'' if place['step'] == 1 else 's'}",
-        "decoding": ", ".join(f"{name} {dump['decode'][name]}" for name in SHOWN_SETTINGS),
+        "decoding": ", ".join(
+            f"{name} {dump['decode'][name]}" for name in SHOWN_SETTINGS if name in dump["decode"]
+        ),
         "chosen": _describe_choice(dump),
         "seed": str(dump["seed"]),
         "ended": str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"])),
