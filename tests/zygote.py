@@ -111,7 +111,7 @@ class Program:
     def processes(self) -> list[psutil.Process]:
         """Return its living processes: itself and all that it started, also if their parents have ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [process for process in psutil.Process(self.keeper).children(recursive=True) if _lives(process)]
+            return [process for process in psutil.Process(self.keeper).children(recursive=True) if lives(process)]
         return []
 
     def close(self) -> None:
@@ -196,7 +196,8 @@ def _zygote(importing: bool) -> bytes:
     return address
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Return True if the process exists and has not ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -364,7 +365,7 @@ def _fork_exec(zygote: bytes, *arguments: Any) -> int:
         "cwd": os.fsdecode(cwd) if cwd else str(Path.cwd()),
         "env": {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs} if pairs else dict(os.environ),
         "session": session,
-        "first": first and [first.__module__, first.__name__],
+        "first": first and [first.func.__module__, first.func.__name__, *first.args],  # a `functools.partial`
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "cold": False,
         "kept": False,
@@ -385,7 +386,7 @@ def _adopting() -> Iterator[None]:
     _prctl(SET_SUBREAPER, before.value)
 
 
-def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequence[str] | None) -> NoReturn:
+def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequence[Any] | None) -> NoReturn:
     """Run Python's arguments as Python does after a fork, and end as it does."""
     os.environ.clear()
     os.environ.update(env)
@@ -394,7 +395,8 @@ def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequ
     if env.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     if call_first:
-        getattr(importlib.import_module(call_first[0]), call_first[1])()
+        module, name, *given = call_first
+        getattr(importlib.import_module(module), name)(*given)
     # The zygote's streams know of its files, for example whether they can be searched.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1 if words[0] == "-u" else -1, closefd=False)

@@ -29,7 +29,8 @@ from pydantic import TypeAdapter, ValidationError
 from coordexp.config.sections import Module
 declared = dict(name="sharpness", enabled=True, weight=1.0, channels=["A"], config={"entropy_weight": 1.0})
 form = TypeAdapter(Module)
-assert form.validate_python(declared).config.entropy_weight == 1
+config = form.validate_python(declared).config
+assert (config.entropy_weight, config.answer_format, config.is_diagnostic) == (1, "coord_tokens", False)
 try:
     form.validate_python(declared | {"config": {"entropy_weight": 1.0, "other": 1}})
 except ValidationError as error:

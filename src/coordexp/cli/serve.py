@@ -69,7 +69,7 @@ def _serve(settings: Settings, index: int, address: str, port: int, images: tupl
         listening = listen(address, port)  # before the imports below, which take long
 
         from coordexp.servers.app import serve
-        from coordexp.servers.swift_servers import check_guard_environment
+        from coordexp.servers.swift import check_guard_environment
 
         check_guard_environment(rollout.repeat_terminate)
 

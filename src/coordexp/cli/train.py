@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coordexp.child_processes import end_with_parent
 from coordexp.cli.check import (
     ConfigOption,
     SetOption,
@@ -47,6 +48,8 @@ def train(
     that are not finite.
     """
     start_log(log_format)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, which cannot end its ranks if it is killed
+        end_with_parent(os.getppid())
     loaded = load_settings(config, World(world_size), overrides or ())
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")

@@ -1,36 +1,36 @@
 """The parts of a launch while they run: their processes, their log lines, and the health of rollout servers.
 
-Every part runs in a session of its own, below a tether. All parts write to one log: whole lines, each with its
-time, its level and the name of its part, in colour on a terminal.
+Every part leads a process group of its own, and Linux kills it if the launcher ends. All parts write to one log:
+whole lines, each with its time, its level and the name of its part, in colour on a terminal.
 """
 
 import codecs
 import io
 import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TextIO
 
 import httpx
+import psutil
 
-from coordexp.child_processes import RUN_FOLDER, TORCHRUN_VARIABLES, make_folder
+from coordexp.child_processes import TORCHRUN_VARIABLES, end_with_parent
 from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
-from coordexp.launch.tether import to_shell_code
 from coordexp.logs import COLOUR, FORMAT, STEERING, TERMINAL, Level, LogFormat, LogRecord, at_level
 from coordexp.servers.protocol import TOKEN
 
 LAST_LINES = 20  # of a part, which are repeated when it fails
-SWEEP_S = 35.0  # the time a tether has to end everything below it
+BY_SIGNAL = 128  # higher exit codes mean that a signal ended the process, as in a shell
+LEFT_S = 2.0  # the time that the other processes of a part have to end after it
+UNKILLABLE_S = 30.0  # a process that hangs in a driver ends only when the driver returns: no use to wait longer
 PROGRESS_EVERY_S = 5.0
 LONGEST = 65_536  # characters after which a line without end is cut
 COLOURS = ("36", "33", "35", "34", "32", "96", "93", "95")
@@ -120,62 +120,51 @@ class Lines:
 
 
 class RunningPart:
-    """The process of a part, which is started at once, and a folder for the sockets and temporary files of its
-    engines. `extra` is added to its environment."""
+    """The process of a part, which is started at once. Its output is copied to the log.
 
-    def __init__(self, part: Part, extra: Mapping[str, str]) -> None:
+    `on_end` is called once from another thread, with the part and its exit code as in a shell. Processes below it
+    that do not end by themselves, and have not left its process group, are killed before that."""
+
+    def __init__(
+        self, part: Part, token: str | None, log: Log, on_end: Callable[["RunningPart", int], None]
+    ) -> None:
         self.part = part
-        self.since = time.monotonic()
         self.last: deque[str] = deque(maxlen=LAST_LINES)
-        self._folder = make_folder()
-        tether = [sys.executable, "-m", "coordexp.launch.tether", *(["--ranks"] if part.ranks else []), "--"]
         self._process = subprocess.Popen(  # noqa: S603 - the plan's own commands
-            [*tether, *part.command],
-            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
+            part.command,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(part, {**extra, RUN_FOLDER: str(self._folder)}),
+            env=_environment(part, token),
             start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
-        self._reader: threading.Thread | None = None
-
-    def watch(self, log: Log, on_end: Callable[[int], None]) -> None:
-        """Copy its output to the log. Call `on_end` once from another thread, with its exit code as in a shell."""
         self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
         self._reader.start()
-        threading.Thread(target=self._wait, args=(on_end,), daemon=True).start()
+        self._waiter = threading.Thread(target=self._wait, args=(on_end,), daemon=True)
+        self._waiter.start()
 
     @property
     def pid(self) -> int:
-        """The process id of the tether."""
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def ask_to_end(self) -> None:
-        """Send SIGTERM, which lets the command end in order."""
-        self._process.send_signal(signal.SIGTERM)
+        """Send SIGTERM, which lets the command end in order. The ranks of torchrun get it directly: torchrun would
+        give them only half a minute, and would then fail although they did not."""
+        ranks: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            children = psutil.Process(self.pid).children() if self.part.ranks else []
+            ranks = [child for child in children if "LOCAL_RANK" in child.environ()]
+        for process in ranks or [self._process]:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
 
-    def release(self) -> None:
-        """Let the tether kill the command and everything that came from it, at once."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+    def kill(self) -> None:
+        """Kill the command. The engine of a server and the ranks of torchrun end with it."""
+        self._process.kill()
 
-    def wait_killed(self) -> None:
-        """Wait for the tether after `release`. Kill one that does not finish; the caller must then kill what it
-        leaves."""
-        try:
-            self._process.wait(SWEEP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._read_to_end()
-
-    def remove_folder(self) -> None:
-        """Remove the folder of the part, which has ended. Its tether has done so, unless it was killed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def wait_until_ended(self) -> None:
+        self._waiter.join(UNKILLABLE_S)
 
     def _read(self, log: Log) -> None:
         assert self._process.stdout is not None
@@ -191,25 +180,34 @@ class RunningPart:
         self.last.append(line)
         log.write(self.part.name, line)
 
-    def _wait(self, on_end: Callable[[int], None]) -> None:
-        code = to_shell_code(self._process.wait())
-        self._read_to_end()
-        on_end(code)
+    def _wait(self, on_end: Callable[["RunningPart", int], None]) -> None:
+        code = self._process.wait()
+        # The output ends when all of its processes have ended: also an engine, which Linux kills with its server,
+        # the resource tracker that then removes shared memory, and the shell that removes the folder of sockets.
+        self._reader.join(LEFT_S)
+        kill_group(self._process.pid)
+        self._reader.join(LEFT_S)
+        on_end(self, BY_SIGNAL - code if code < 0 else code)
 
-    def _read_to_end(self) -> None:
-        """Wait for the last lines, but not long: processes that a killed tether leaves may keep the pipe open."""
-        if self._reader is not None:
-            self._reader.join(1.0)
+
+def kill_group(group: int) -> None:
+    """Kill the processes of a group. A resource tracker of Python ends by itself when they have, and removes their
+    shared memory before."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):  # it has just ended
+            if os.getpgid(process.pid) == group and "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
 
 
-def _environment(part: Part, extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(part: Part, token: str | None) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(TORCHRUN_VARIABLES) and name not in TERMINAL
     }
     # `Log` reads the level of a message, and where it ends, from the JSON format.
-    return inherited | {"PYTHONUNBUFFERED": "1", FORMAT: "json"} | dict(extra) | dict(part.env)
+    own = {"PYTHONUNBUFFERED": "1", FORMAT: "json"} | ({TOKEN: token} if token else {})
+    return inherited | own | dict(part.env)
 
 
 def health_client(token: str | None) -> httpx.Client:

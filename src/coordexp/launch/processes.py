@@ -1,34 +1,25 @@
 """Run a plan: start servers, wait for them, start learners, and watch all of them. No process is left behind.
 
-The main thread handles one event after another: a part has ended, or a signal has arrived. Parts end in this
-order: first the learner, which saves, and then the servers, which it needs for that. A second signal ends all at
-once.
+The main thread starts all parts, and Linux kills them if it ends. It handles one event after another: a part has
+ended, or a signal has arrived. Parts end in this order: first the learner, which saves, and then the servers,
+which it needs for that. A second signal ends all at once.
 """
 
-import os
 import queue
-import secrets
 import signal
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 
-import psutil
-
-from coordexp.child_processes import find_marked, is_alive
 from coordexp.config import ConfigError, requests_per_rank
 from coordexp.errors import EngineError
-from coordexp.launch.parts import Log, RunningPart, health_client, is_ready, read_world_size
+from coordexp.launch.parts import BY_SIGNAL, Log, RunningPart, health_client, is_ready, read_world_size
 from coordexp.launch.plan import Part, Plan, PlannedServer
-from coordexp.launch.tether import BY_SIGNAL, UNKILLABLE_S, adopt_orphans
-from coordexp.servers.protocol import TOKEN
 from coordexp.tasks import REMIND_EVERY_S
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MARK = "COORDEXP_LAUNCH"  # in the environment of all processes of one launch
 POLL_S = 0.25
 
 
@@ -40,7 +31,6 @@ class Patience:
     learner_s: float = 900.0  # for the learner to finish its step and save, which may be 70 GB
     server_s: float = 20.0  # for the servers to end in order
     back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; there are no more restarts
-    forgiven_s: float = 3600.0  # a server that ran this long may be restarted as often as a new one
 
 
 @dataclass(frozen=True)
@@ -74,12 +64,10 @@ class Launch:
         self._running: dict[str, RunningPart] = {}
         self._restarts: dict[str, int] = {}
         self._due: dict[str, float] = {}  # when to restart which servers
-        self._mark = secrets.token_hex(8)
         self._at_once = False  # after a second signal
 
     def run(self) -> int:
         """Run the plan and return the exit code: the learner's, 1 if a server fails, or 130 after Ctrl-C."""
-        adopt_orphans()
         with ExitStack() as cleanup:
             self._handle_signals(cleanup)
             cleanup.callback(self._kill_all)
@@ -168,8 +156,6 @@ class Launch:
 
     def _schedule_restart(self, event: PartEnded) -> None:
         name = event.running.part.name
-        if time.monotonic() - event.running.since > self._patience.forgiven_s:
-            self._restarts[name] = 0
         number, most = self._restarts.get(name, 0), len(self._patience.back_off_s)
         ending = f"{name} ended with exit code {event.code} while the learner runs"
         if number >= most:
@@ -220,7 +206,7 @@ class Launch:
             )
         except Interrupted:
             self._at_once = True
-        learner.release()
+        learner.kill()
         return None
 
     def _end_servers(self) -> None:
@@ -246,25 +232,18 @@ class Launch:
 
     def _kill_all(self) -> None:
         for running in self._running.values():
-            running.release()
+            running.kill()
         for running in self._running.values():
-            running.wait_killed()
-        parts = list(self._running.values())
-        self._running.clear()
-        self._kill_strays()
-        for running in parts:
-            running.remove_folder()
+            running.wait_until_ended()
 
     # Processes and events
 
     def _start(self, part: Part | None) -> None:
         assert part is not None
-        extra = {MARK: self._mark} | ({TOKEN: self._token} if self._token else {})
-        running = RunningPart(part, extra)
+        running = RunningPart(part, self._token, self._log, self._note_end)
         self._running[part.name] = running
         where = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus else "the CPU"
         self._log.say(f"started {part.name} on {where} (process {running.pid})")
-        running.watch(self._log, partial(self._note_end, running))
 
     def _note_end(self, running: RunningPart, code: int) -> None:
         self._events.put(PartEnded(running, code))
@@ -278,32 +257,7 @@ class Launch:
         if isinstance(event, SignalReceived):
             raise Interrupted(event.number)
         del self._running[event.running.part.name]
-        self._kill_strays()
-        event.running.remove_folder()
         return event
-
-    def _kill_strays(self) -> None:
-        """Kill the processes of parts whose tether was killed. They have become children of this process."""
-        until = time.monotonic() + UNKILLABLE_S
-        while (strays := list(self._find_strays())) and time.monotonic() < until:
-            for stray in strays:
-                with suppress(psutil.NoSuchProcess):
-                    stray.kill()
-            while any(map(is_alive, strays)) and time.monotonic() < until:
-                time.sleep(0.005)
-
-    def _find_strays(self) -> Iterator[psutil.Process]:
-        """Yield the processes of this launch that are below none of its tethers.
-
-        Other children do not carry the mark: a shell may have started them before it became this process."""
-        tethers = {running.pid for running in self._running.values()}
-        for child in psutil.Process().children():
-            if child.pid not in tethers:
-                with suppress(psutil.NoSuchProcess):
-                    yield from find_marked(MARK, self._mark, (*child.children(recursive=True), child))
-                if not is_alive(child):
-                    with suppress(ChildProcessError):
-                        os.waitpid(child.pid, os.WNOHANG)
 
     def _repeat_last_lines(self, event: PartEnded) -> None:
         name = event.running.part.name

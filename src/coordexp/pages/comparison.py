@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +25,6 @@ from numpy.typing import NDArray
 from coordexp.errors import DataError
 from coordexp.pages.curves import Floats
 from coordexp.pages.run_folder import MANIFEST, DataFile, Run, RunGroup
-
-if TYPE_CHECKING:
-    from coordexp.evaluate.predictions import Predictions, Truth
 
 LEVEL = 0.95
 SEED = 20_250  # of the resamples, so that the same page comes out again
@@ -113,7 +109,7 @@ def compare_groups(
     each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
     fit."""
     from coordexp.data import open_data
-    from coordexp.evaluate import count_by_image, read_truth
+    from coordexp.evaluate import count_by_image, read_predictions, read_truth
 
     steps = {group.letter: tuple(choose_step(run, step) for run in group.runs) for group in groups}
     truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
@@ -122,8 +118,8 @@ def compare_groups(
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
             notify(f"{run.name}, step {at}")
-            predictions = _read_predictions(run, at, truth)
-            answered = {answer.image_id for answer in predictions.answers}
+            answers = read_predictions(run.folder / "evaluations" / f"step-{at}.json", truth)
+            answered = {answer.image_id for answer in answers}
             evaluated = evaluated or answered
             if answered != evaluated:
                 raise DataError(
@@ -132,7 +128,7 @@ def compare_groups(
                     "compare runs with the same custom.eval_samples, or leave out the comparison with --at none",
                 )
             images = [(image_id, record) for image_id, record in truth if image_id in answered]
-            counts.setdefault(group.letter, []).append(count_by_image(images, predictions.answers))
+            counts.setdefault(group.letter, []).append(count_by_image(images, answers))
     notify(f"{resamples} resamples")
     base = groups[0]
     comparisons = tuple(
@@ -214,18 +210,6 @@ def _find_held_out_file(logged: Run, expected: DataFile, given: Path | None) -> 
             f"the file has changed, or is another one; {where}",
         )
     return path
-
-
-def _read_predictions(run: Run, step: int, truth: "Truth") -> "Predictions":
-    from coordexp.evaluate import check_predictions, read_predictions
-
-    path = run.folder / "evaluations" / f"step-{step}.json"
-    try:
-        predictions = read_predictions(path)
-        check_predictions(predictions, truth)
-        return predictions
-    except DataError as error:  # it does not name the run
-        raise DataError(f"{path}: {error.problem}", error.fix) from error
 
 
 def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> list[RateDifference]:

@@ -229,6 +229,11 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int | None, f
     adapter."""
     if adapter is None:
         return model
+    rows: dict[str, list[int]] = {}
+    if adapter.train_coord_rows:
+        assert first_coord is not None, "the rules of settings refuse coordinate rows without coordinate tokens"
+        layers = ["embed_tokens"] if model.config.tie_word_embeddings else ["embed_tokens", "lm_head"]
+        rows = {layer: [*range(first_coord, first_coord + BINS)] for layer in layers}
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -236,7 +241,7 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int | None, f
         use_dora=adapter.dora,
         target_modules=adapter.targets,
         exclude_modules="|".join(PARTS[part] for part in frozen) or None,
-        trainable_token_indices=_coord_rows(model, first_coord) if adapter.train_coord_rows else None,
+        trainable_token_indices=rows or None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)
@@ -264,12 +269,6 @@ class CoordRows(TrainableTokensLayer):
             return torch.where(is_coord[..., None], own, result)
         result[..., first : first + BINS] = linear(x, rows)
         return result
-
-
-def _coord_rows(model: Any, first_coord: int | None) -> dict[str, list[int]]:
-    assert first_coord is not None, "the rules of settings refuse coordinate rows without coordinate tokens"
-    rows = list(range(first_coord, first_coord + BINS))
-    return {"embed_tokens": rows} | ({} if model.config.tie_word_embeddings else {"lm_head": rows})
 
 
 def learner_adapter(model: Any) -> AdapterWeights:

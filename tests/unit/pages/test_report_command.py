@@ -213,7 +213,7 @@ def test_runs_evaluated_on_several_files_are_compared_if_no_file_has_changed(tmp
 def test_runs_that_were_evaluated_on_the_same_part_of_the_records_are_compared_on_it(tmp_path, capsys):
     runs = write_two_groups(tmp_path)
     truth, _ = crowd(2)
-    answers = [read_predictions(path / "evaluations/step-10.json").answers[::2] for path in runs]
+    answers = [read_predictions(path / "evaluations/step-10.json", truth)[::2] for path in runs]
     for path, part in zip(runs, answers, strict=True):
         write_evaluation(path, 10, truth, part)
     run(*runs, "--out", tmp_path / "a.html", "--resamples", 300)

@@ -225,11 +225,3 @@ def test_with_two_channels_the_first_rollout_step_of_every_window_is_dumped(tmp_
         "step-000005",
         "step-000009",
     ]
-
-
-def test_a_text_with_any_characters_is_one_line(tmp_path):
-    step, _ = dumping(tmp_path, script=SCRIPT | {"partly.png": Said('{"object_1": "\u2028 \x0b \x85 é"')})
-    step([0], StepIndex(0, 0))
-    (line,) = (tmp_path / "dumps/step-000000.jsonl").read_text().splitlines()
-    assert json.loads(line)["rollout"]["text"] == '{"object_1": "\u2028 \x0b \x85 é"'
-    assert replay(line, SMALL) == []
