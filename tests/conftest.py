@@ -8,12 +8,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wai
 import pytest
 from hypothesis import settings
 
+from coordexp.logs import show_messages
 from tests import zygote
 from tests.conformance.page import KINDS, parts
 from tests.examples import examples
 
 settings.register_profile("coordexp", examples(100))
 settings.load_profile("coordexp")
+
+
+@pytest.fixture(autouse=True)
+def messages_are_plain() -> None:
+    """Show messages as a command on a terminal does. The test before may have begun a log."""
+    show_messages()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,27 +11,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from coordexp.demo.model import make_model
-from coordexp.servers.transfer import flatten
 from tests.fake_server import slow, status
 from tests.integration.faulty_proxy import FaultyProxy, does
 from tests.integration.servers import (
-    GREEDY,
     GUARD,
     Fleet,
-    PlainClient,
-    assert_ok,
-    infer_request,
-    model_weights,
     wait_for,
 )
 from tests.integration.stage2_runs import Started, config, counters, finish, started, steps, training
@@ -309,42 +302,3 @@ def test_when_the_only_server_is_ended_while_it_answers_all_ranks_end_in_time_wi
     assert time.monotonic() - began < 5 + 8
     problem = "no rollout server is left, and none came back in 5 s (rollout_matching.vllm.server.timeout_s)"
     assert shown.count(problem) == 2 and "nothing listens there" in shown and "continue with --resume" in shown
-
-
-# Servers that get SIGTERM
-
-
-def test_a_server_that_gets_sigterm_while_it_loads_weights_ends_and_leaves_nothing(fleet):
-    """Its worker waits for weights that do not come, and requests wait for the worker."""
-    fleet.ensure(1)
-    client = PlainClient(fleet.url(0), fleet.servers[0]["group_port"])
-    wait_for(lambda: "ready at" in fleet[0].shown, 5)
-    server, before, sent = fleet[0], fleet[0].shown, model_weights()[:1]
-    request = {"infer_requests": [infer_request(fleet.images()[0])], "request_config": GREEDY}
-    waiting = [
-        threading.Thread(target=_post_ignoring_errors, args=(client, path, body), daemon=True)
-        for path, body in (("/load_bucket/", _announce(sent)), ("/infer/", request))
-    ]
-    with client.learner("learner") as group:
-        assert_ok(client.join(group=group))
-        assert_ok(client.post("/begin_update/", group=group, version="1"))
-        for thread in waiting:
-            thread.start()
-        wait_for(lambda: "coordexp_running_requests 1.0" in client.http.get("/metrics").text, 10)
-        began = time.monotonic()
-        server.process.terminate()
-        assert server.wait(20) == 0
-        print(f"ended after {time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 15
-        assert server.remains() == {}
-    assert server.shown == before
-    client.close()
-
-
-def _announce(sent: Any) -> dict[str, Any]:
-    return {"metadatas": flatten(sent, torch.empty(0, dtype=torch.uint8))[0], "group": "learner"}
-
-
-def _post_ignoring_errors(client: PlainClient, path: str, body: dict[str, Any]) -> None:
-    with suppress(httpx.HTTPError):
-        client.post(path, **body)

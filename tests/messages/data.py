@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
@@ -11,6 +12,7 @@ from coordexp.data.doctor import examine
 from coordexp.data.images import read_image_facts, size_problem
 from coordexp.data.importers import ImportCounts, find_split, read_labelme, read_labelstudio, read_lvis, read_yolo
 from coordexp.data.masks import decode_mask
+from coordexp.data.stores import PREFIXES, check_allowed
 from coordexp.detect.suggestions import (
     Suggestion,
     complete_records,
@@ -389,3 +391,31 @@ def the_doctor_on_one_mistake(folder, code):
     planted = write_clean(folder)
     test_doctor.ONE_LINE[code][0](planted)
     return examine(planted.write(), look=read_image_facts).findings
+
+
+@provoke(
+    "file:///a.png",
+    "s3://key:secret@bucket/a.png",
+    "s3://buck et/a.png",
+    "https://host/a.png?token=secret",
+    "s3://bucket/../a.png",
+    "https://host/a.png",
+    "gs://bucket/a.tar#bytes=512:9",
+)
+def an_image_in_a_store(folder, url):
+    write_lines(folder, EMPTY | {"image": url})
+    return CliRunner().invoke(app, ["data", "doctor", str(folder / "train.jsonl")]).output
+
+
+@provoke("a.tar#bytes=9:9", "a.tar#bytes=0:9", "a.tar#bytes=0:9;base64", "b.tar#bytes=0:9")
+def an_image_in_a_part_of_a_file(folder, address):
+    (folder / "a.tar").write_bytes(b"0123456 8")
+    write_lines(folder, EMPTY | {"image": address})
+    return examine(folder / "train.jsonl", look=read_image_facts).findings
+
+
+@provoke("s3:bucket", "s3://key:secret@bucket/", "https://")
+def a_prefix_of_stores(folder, prefix):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PREFIXES, prefix)
+        check_allowed("s3://bucket/a.png")

@@ -264,7 +264,7 @@ def _describe_data(report: "DataReport") -> dict[str, Any]:
 
 def _print_report(report: "DataReport", max_length: int | None) -> None:
     facts, classes = report.facts, report.facts.classes
-    print_findings(report.findings, out)
+    print_findings(report.findings)
     if classes:
         rare = sum(count < RARE for count in classes.values())
         more = f", {facts.uncounted:,} objects of other classes" if facts.uncounted else ""

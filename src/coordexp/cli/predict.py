@@ -120,6 +120,8 @@ def predict(
     with progress("loading"):
         from transformers.utils import logging
 
+        from coordexp.data.addresses import join_address
+        from coordexp.data.stores import read_ahead
         from coordexp.detect.predicting import UnfinishedPredictions, identify
 
         if not err.is_terminal:
@@ -140,6 +142,8 @@ def predict(
         with bar("answering", len(selected), answered) as advance:
             while answered < len(selected):
                 of_batch = selected[answered : answered + batch]
+                soon = selected[answered : answered + 2 * batch]  # the next batch is read during this one
+                read_ahead(join_address(source.folder, record.image) for _, record in soon)
                 new = answering.answer_batch(of_batch, source.folder, _warn)
                 unfinished.add(new)
                 answers += new

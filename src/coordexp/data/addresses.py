@@ -3,9 +3,10 @@
     images/7.png                              a file; a relative path begins at the folder of the data file
     shards/00012.tar#bytes=10752:48213        a part of a file: the offset of its first byte, and its size
     train.images.tsv#bytes=512:64000;base64   such a part, whose bytes are base64
+    s3://bucket/00012.tar#bytes=10752:48213   an object in a store (`coordexp.data.stores`), or a part of it
 
 A member of an uncompressed tar is one part of it, so WebDataset shards are used as they are. Only this form at the
-end of an address names a part, so `a#b.png` is a file.
+end of an address names a part, so `a#b.png` is a file. An address is text: a path would make `s3:/` of `s3://`.
 
 Two kinds of failure are never mixed. The image is broken (`ImageError`, or FileNotFoundError): it is missing, ends
 before its address says, or cannot be decoded. That is a fact about the data, and stays. The store does not answer
@@ -22,10 +23,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from urllib.parse import unquote
 
 from coordexp.errors import StoreError, UserError, explain
 from coordexp.files import open_file
 
+SCHEMES = ("s3", "gs", "hf", "https", "http")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?")
+_PATH = re.compile(r"[^?#\s\\]*")
 _PART = re.compile(r"#bytes=(\d+):(\d+)(;base64)?$", re.ASCII)
 # What a file system says about a file, and Pillow about its content (None). Any other errno, such as EIO or
 # ESTALE, says that the file system could not answer, or that this process has no more files or memory.
@@ -50,28 +56,72 @@ class ImageError(UserError, OSError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A file, or `size` bytes of it from `offset` on. `size` is None for the whole file."""
+    """A file or a URL, or `size` bytes of it from `offset` on. `size` is None for the whole."""
 
-    file: str
+    location: str
     offset: int = 0
     size: int | None = None
     is_base64: bool = False
 
+    @property
+    def is_url(self) -> bool:
+        return is_url(self.location)
+
 
 def parse_address(text: str) -> Address:
-    if (part := _PART.search(text)) is None:
-        return Address(text)
-    return Address(text[: part.start()], int(part[1]), int(part[2]), part[3] is not None)
+    """Return the parts of an address. Raise ImageError if it is a URL that no store may have."""
+    part = _PART.search(text)
+    location = text if part is None else text[: part.start()]
+    if is_url(text):
+        if problem := find_url_problem(text):
+            raise ImageError(problem)
+        scheme, host, path = _split_url(location)
+        location = f"{scheme.lower()}://{host.lower()}/{path}"
+    return (
+        Address(location) if part is None else Address(location, int(part[1]), int(part[2]), part[3] is not None)
+    )
+
+
+def is_url(text: str) -> bool:
+    return _SCHEME.match(text) is not None
+
+
+def find_url_problem(text: str) -> str | None:
+    """Return what is wrong with an address that is a URL, or None. Nothing of it is repeated, because it may have
+    a password in it: addresses are in checkpoints, logs and pages."""
+    if not is_url(text):
+        return None
+    scheme, host, path = _split_url(_PART.sub("", text))
+    if scheme.lower() not in SCHEMES:
+        return (
+            f"its URL has the scheme {scheme}; stores have {', '.join(SCHEMES)}, and a file is named by its path"
+        )
+    if "@" in host:
+        return "its URL contains a name or a password"
+    if not _HOST.fullmatch(host):
+        return "its URL has no valid name of a host or bucket"
+    if not path.isprintable() or not _PATH.fullmatch(path):
+        return "its URL has a query, a blank, a backslash or a fragment other than #bytes=OFFSET:SIZE"
+    parts = unquote(unquote(path)).replace("\\", "/").split("/")
+    return "its URL has a step such as .." if {".", ".."}.intersection(parts) else None
+
+
+def _split_url(text: str) -> tuple[str, str, str]:
+    """Return the scheme, the host or bucket, and the path without its first slash. `urllib` would drop characters
+    that other programs do not drop."""
+    scheme, _, rest = text.partition("://")
+    host, _, path = rest.partition("/")
+    return scheme, host, path
 
 
 def join_address(folder: Path, image: str) -> str:
     """Return the address that an image has for this process. `folder` is the one of its data file."""
-    return str(folder / image)
+    return image if is_url(image) else str(folder / image)
 
 
 def move_address(image: str, folder: Path, to: Path) -> str:
     """Return the address in a record whose data file moves from one folder `to` another one."""
-    if Path(image).is_absolute():
+    if is_url(image) or Path(image).is_absolute():
         return image
     file = folder / image
     return Path(os.path.relpath(file.parent.resolve() / file.name, to.resolve())).as_posix()
@@ -79,14 +129,19 @@ def move_address(image: str, folder: Path, to: Path) -> str:
 
 def is_file(image: str) -> bool:
     """Return True if an address is that of a whole file, which other programs can open."""
-    return parse_address(image).size is None
+    return not is_url(image) and _PART.search(image) is None
 
 
 def open_address(text: str) -> IO[bytes]:
-    """Open the bytes behind an address. Raise ImageError if the file ends before them, and OSError as `open_file`
-    does."""
+    """Open the bytes behind an address. Raise ImageError if the file or object ends before them, OSError as
+    `open_file` does, and StoreError if a store does not answer."""
     address = parse_address(text)
-    file = open_file(Path(address.file))
+    if address.is_url:
+        from coordexp.data import stores  # which need this module
+
+        content = stores.read(address)
+        return io.BytesIO(decode_base64(content) if address.is_base64 else content)
+    file = open_file(Path(address.location))
     if address.size is None:
         return file
     with file:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from coordexp.data.addresses import is_file
+from coordexp.data.addresses import is_file, is_url
 from coordexp.data.records import Record, RecordObject, read_records
 from coordexp.errors import DataError, UserError, explain
 from coordexp.files import is_free, write_parts, write_whole
@@ -104,7 +104,7 @@ def export_yolo(
     for split, source, line, record in all_records:
         if not is_file(record.image):
             raise DataError(
-                f"{source}:{line}: {record.image} is a part of a file, and Ultralytics reads files",
+                f"{source}:{line}: {record.image} is not a file of its own, and Ultralytics reads files",
                 "export COCO, which only names images, or write the images to files first",
             )
         *folders, file_name = PurePosixPath(_name_in(images, source, line, record)).parts
@@ -139,7 +139,9 @@ def _read_objects(path: Path, notify: Callable[[str], None]) -> Iterator[RecordO
 
 
 def _name_in(images: Path, path: Path, line: int, record: Record) -> str:
-    """Return the name of an image relative to the folder of images. Links in its path are kept."""
+    """Return the name of an image relative to the folder of images. Links in its path are kept. A URL is kept."""
+    if is_url(record.image):
+        return record.image
     name = Path(os.path.relpath(path.parent / record.image, images))
     if name.parts[:1] == ("..",):
         raise DataError(

@@ -51,7 +51,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12, and brings the package
 
-from coordexp.data.addresses import join_address
+from coordexp.data.addresses import find_url_problem, join_address
 from coordexp.data.geometry import (
     BINS,
     COUNT_RULE,
@@ -245,6 +245,8 @@ def parse_any_record(line: str | bytes) -> AnyRecord:
         raise ValueError(describe_problems(error) + _object_hint(error)) from error
     if record.image == "":
         raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
+    if record.image is not None and (problem := find_url_problem(record.image)):
+        raise ValueError(f"image: {problem}")
     if isinstance(record, ChatRecord):
         _check_chat(record)
     else:

@@ -119,5 +119,18 @@ def locate_image(files: Sequence[RecordFile], address: str) -> str:
     return ""
 
 
+def list_addresses(records: Records, indices: Iterable[int]) -> list[str]:
+    """Return the addresses of the images of some records, to be read ahead. A broken record is left out: whoever
+    trains on it will say what is wrong with it."""
+    addresses = []
+    for index in indices:
+        file, number = records.locate(index)
+        with suppress(DataError):
+            record = file.read(number)
+            if record.image is not None:
+                addresses.append(file.image_address(record))
+    return addresses
+
+
 def _join(parts: Sequence[Records]) -> Records:
     return parts[0] if len(parts) == 1 else RecordSet(parts)

@@ -123,10 +123,10 @@ class Detector:
     ) -> Detections | list[Detections]:
         """Return the objects of an image, or of each image of a list.
 
-        An image is a path, a Pillow image or an RGB array (height x width x 3, uint8). Without further arguments
-        the model is asked for all objects, as in its training; with `classes` or `expression` for these only, and
-        with `prompt` in other words, which may contain {classes} or {expression}. Raise DataError if an image
-        cannot be read."""
+        An image is a path or another address, a Pillow image or an RGB array (height x width x 3, uint8). Without
+        further arguments the model is asked for all objects, as in its training; with `classes` or `expression`
+        for these only, and with `prompt` in other words, which may contain {classes} or {expression}. Raise
+        DataError if an image cannot be read."""
         is_one = not isinstance(images, Sequence) or isinstance(images, str)
         given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment]
         results: list[Detections] = []
@@ -169,8 +169,6 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
     from coordexp.rollout.backend import ImageRef
 
     if isinstance(source, str | Path):
-        if str(source).startswith(("http:/", "https:/", "s3:/", "gs:/")):
-            raise UserError(f"{source}: images are not read from URLs", "download it, and give its path")
         with explain(OSError, f"{source}: not a readable image", "give the path of an image file"):
             return ImageRef(str(source), *read_image_size(str(source)))
     if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape[2:] == (3,) and source.size:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from coordexp.answers.table import VocabularyError, VocabularyTable
 from coordexp.data import BINS
-from coordexp.data.addresses import join_address, parse_address
+from coordexp.data.addresses import is_url, join_address, parse_address
 from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
@@ -252,10 +252,11 @@ def _add_images(
             id = f"picture-{len(known)}"
             known[path] = {"picture": id, "remark": None}
             try:
-                file, address = Path(parse_address(path).file), path
-                if root is not None and not file.is_file():
-                    file, address = root / file, join_address(root, path)
-                images[id] = _load_thumbnail(address, file.stat().st_mtime_ns)
+                address = path
+                if root is not None and not is_url(path) and not Path(parse_address(path).location).is_file():
+                    address = join_address(root, path)
+                modified = 0 if is_url(path) else Path(parse_address(address).location).stat().st_mtime_ns
+                images[id] = _load_thumbnail(address, modified)
             except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
                 known[path] = {"picture": None, "remark": f"{explain_missing_image(error)}; {path}"}
         entry |= known[path]

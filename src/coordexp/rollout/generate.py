@@ -8,6 +8,7 @@ import torch
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RolloutMatching
+from coordexp.data.stores import read_ahead
 from coordexp.errors import EngineError, explain
 from coordexp.rollout import check_vllm
 from coordexp.rollout.backend import Decode, Request, Rollout, check_length, check_prompt, common_decode
@@ -95,6 +96,7 @@ def generate_rollouts(
     engine uses that adapter."""
     if not requests:
         return []
+    read_ahead(request.image.path for request in requests)
     decode = common_decode(requests)
     pattern = key_pattern_for(decode.guard, table)
     prompt_ids = [prompts.ids(*request.image.size, request.image.path, request.question) for request in requests]

@@ -36,6 +36,7 @@ from transformers.cache_utils import DynamicLayer
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
+from coordexp.data.stores import read_ahead
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, is_sharded, together
 from coordexp.rollout.backend import Decode, Request, Rollout, TextRequest, Weights, common_decode
@@ -182,6 +183,7 @@ class HuggingFaceBackend:
     def generate(self, requests: Sequence[Request | TextRequest]) -> list[Rollout]:
         """Return one rollout per request. Unlike other backends, this one also answers questions without an
         image."""
+        read_ahead(request.image.path for request in requests if request.image is not None)
         model = self.model()
         sharded = is_sharded(model)
         size = max(1, self.decode_batch_size // (common_decode(requests).num_beams if requests else 1))

@@ -19,7 +19,9 @@ from pydantic import ValidationError
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.data.images import MOST_PIXELS, open_image_file, size_problem, upright_size
+from coordexp.data.addresses import find_url_problem, is_url
+from coordexp.data.images import MOST_PIXELS, open_image_file, read_image_bytes, size_problem, upright_size
+from coordexp.data.stores import RefusedAddress
 from coordexp.errors import DataError, StoreError, explain
 from coordexp.files import is_encodable
 from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
@@ -56,7 +58,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AllowedImages:
-    """The images that a request may name: files below these folders, and images in the request itself."""
+    """The images that a request may name: files below these folders, URLs below the prefixes that are allowed in
+    this process (`coordexp.data.stores`), and images in the request itself."""
 
     folders: tuple[Path, ...]
 
@@ -83,8 +86,15 @@ class AllowedImages:
         """Return the path or the bytes of an image, and a name for messages."""
         if not _is_path(source):
             return _decode_base64(source), "the base64 image"
-        if "://" in source:
-            raise bad_request(f"{source[:80]}: images are not fetched from elsewhere", "send a path, or base64")
+        if is_url(source):
+            if problem := find_url_problem(source):
+                raise bad_request(f"image: {problem}", "send another URL, a path, or base64")
+            name = source[:MOST_QUOTED]
+            try:
+                with explain(OSError, f"{name}: not a readable image", "check the URL", to=bad_request):
+                    return read_image_bytes(source), name
+            except RefusedAddress as error:
+                raise bad_request(error.problem[: 2 * MOST_QUOTED], error.fix) from error
         kinds = (OSError, ValueError, RuntimeError)
         with explain(kinds, f"{source[:80]!r}: not a path", "send a path, or base64", to=bad_request):
             path = Path(source).resolve()

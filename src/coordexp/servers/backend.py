@@ -67,7 +67,6 @@ class ServerBackend:
         self.setup, self.record = setup, record
         self.settings = setup.settings.vllm
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        assert adapter is None or self.ranks == 1, "no other ranks gather the weights of an adapter"
         self.notify = notify if self.rank == 0 else ignore
         notify_here = notify if self.rank == 0 else lambda message: notify(f"rank {self.rank}: {message}")
         seconds = self.settings.server.infer_timeout_s
@@ -78,6 +77,7 @@ class ServerBackend:
         self.asker = Asker(self.clients, setup, prompts)
         self.canary = Canary(reference, probes, self.settings.sync.canary_every, setup.coarsest_dtype, notify_here)
         self.sender = Sender(own, setup, self.asker, self.canary, adapter, notify_here)
+        assert not self.sender.sync_mode.is_adapter or self.ranks == 1, "other ranks gather no adapter"
         self.pool: Pool | None = None
         self._weights: Weights | None = None
 

@@ -46,6 +46,7 @@ UVICORN: dict[str, Any] = {
     "h11_max_incomplete_event_size": MOST_HEADER,
     "ws": "none",
     "backlog": BACKLOG,
+    "log_config": None,  # its records are written as all others are
     "log_level": "warning",
     "access_log": False,
     "timeout_graceful_shutdown": 3,

@@ -79,7 +79,7 @@ def _find_rank() -> tuple[int, int]:
 
 def _gather_lines(own: Sequence[str], total: int) -> list[str]:
     """Return the lines of all ranks in the order of the records."""
-    by_rank = [text.splitlines() for text in gather_texts("\n".join(own))]
+    by_rank = [text.split("\n") for text in gather_texts("\n".join(own))]
     return [by_rank[k % len(by_rank)][k // len(by_rank)] for k in range(total)]
 
 

@@ -39,7 +39,7 @@ from coordexp.train.checkpoints import CheckpointHook, step_of
 from coordexp.train.data import RunData, describe_identity, make_order
 from coordexp.train.encode import Encoder, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation, Asking, ChatEvaluation
-from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, write_run_folder
+from coordexp.train.folder import ServerLog, describe_rollouts, record_rollouts, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
 from coordexp.train.rollouts import RolloutSource
@@ -194,7 +194,7 @@ class Assembly:
     def learner(self) -> Learner:
         requests = self.data.find_requests(self.settings.custom)
         note = asdict(self.questions) | {"answer_format": self.answers.name, "requests": requests}
-        return Learner.load(self.settings, self.arguments, self.answers.table.coord_start, note)
+        return Learner(self.settings, self.arguments, self.answers.table.coord_start, note)
 
     @cached_property
     def objective(self) -> Objective:
@@ -302,7 +302,7 @@ class Assembly:
             room=learner.offload,
             notify=say if self.rank == 0 else ignore,
             adapter=adapter,
-            record=RolloutFacts(self.folder) if self.rank == 0 else ignore,
+            record=partial(record_rollouts, self.folder) if self.rank == 0 else ignore,
         )
 
     # What the run reports

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from coordexp.config import RolloutContract
+from coordexp.data import stores
+from coordexp.data.sets import list_addresses
+from coordexp.data.stores import read_ahead
 from coordexp.objective.carry import Example, split_in_order
 from coordexp.objective.collate import Collator, Row, kind_counts
 from coordexp.objective.pipeline import LossTally, Objective, SetTally, gradient_scale, reduce_counts
@@ -61,6 +64,8 @@ class OptimizerStep:
         micro_steps = self._together(self.collect_examples)
         rows = [self._split_rows(examples) for examples in micro_steps]
         self.loader.begin(itertools.chain(*rows))
+        if stores.are_used():
+            read_ahead(list_addresses(self.encoder.training_set.records, self.stream.next_records()))
         if self.rollouts.max_staleness:
             self._together(self.rollouts.ask_ahead)
         self.steps += 1
@@ -144,8 +149,9 @@ class RowLoader:
         self._next: tuple[tuple[Example, ...], Task[Row]] | None = None
 
     def begin(self, rows: Iterable[tuple[Example, ...]]) -> None:
-        """Begin with the first of these rows."""
+        """Begin with the first of these rows, and to read the images of all that are in stores."""
         self._rows = deque(rows)
+        read_ahead(example.image for row in self._rows for example in row if example.image is not None)
         self._load_next()
 
     def take(self, examples: tuple[Example, ...]) -> Row:

@@ -217,6 +217,10 @@ class RowStream:
         self._planned.append(count)
         return indices
 
+    def next_records(self) -> list[int]:
+        """Return the records that will be taken next, as many as two steps take at most."""
+        return [self.order.index(self.taken + k) for k in range(2 * self._batch * self.accumulation)]
+
     def _has_enough(self, buffer: CarryBuffer[Example]) -> bool:
         """Return True if the tokens of two rows will probably wait when all planned micro-steps are packed, and if
         an example will be left in any case."""

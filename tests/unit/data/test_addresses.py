@@ -145,8 +145,13 @@ def test_tools_that_read_files_are_not_given_parts_of_files(planted, tmp_path):
     file = rewrite(file, "packed.jsonl", pack_tar(file).__getitem__)
     for kind in ("yolo", "labelstudio"):
         result = CliRunner().invoke(app, ["data", "export", kind, str(file), "--out", str(tmp_path / kind)])
-        assert result.exit_code == 1 and "a part of a file" in result.output, result.output
+        assert result.exit_code == 1 and "not a file of its own" in result.output, result.output
     result = CliRunner().invoke(app, ["data", "export", "coco", str(file), "--out", str(tmp_path / "coco.json")])
     assert result.exit_code == 0, result.output
+    stored = rewrite(file, "stored.jsonl", lambda image: f"s3://bucket/{image}")
+    result = CliRunner().invoke(
+        app, ["data", "export", "coco", str(stored), "--out", str(tmp_path / "stored.json")]
+    )
+    assert result.exit_code == 0 and '"s3://bucket/images.tar#bytes=' in (tmp_path / "stored.json").read_text()
     names = [image["file_name"] for image in json.loads(Path(tmp_path / "coco.json").read_text())["images"]]
     assert names[0].startswith("images.tar#bytes=")

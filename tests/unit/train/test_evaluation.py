@@ -11,7 +11,7 @@ from coordexp.config.rollout import Decoding, RepeatTerminate, RolloutMatching
 from coordexp.data import TrueObject
 from coordexp.evaluate import read_predictions, read_truth
 from coordexp.rollout.backend import Decode
-from coordexp.train.evaluation import AnswerEvaluation, Asking, evenly_spaced
+from coordexp.train.evaluation import AnswerEvaluation, Asking, _gather_lines, evenly_spaced
 from coordexp.train.stopping import Stopped
 from tests.scripted import QUESTIONS, Said, ScriptedBackend, write_training_set
 from tests.unit.answers.conftest import box
@@ -125,3 +125,8 @@ def test_predictions_of_a_part_are_numbered_by_the_classes_of_all_records(tmp_pa
     AnswerEvaluation(cases.records, QUESTIONS, backend, lambda: iter(()), answers, cfg, asking)(step=1)
     written = read_predictions(tmp_path / "evaluations/step-1.json", read_truth(cases.records))
     assert sum(len(answer.valid) for answer in written) == 2
+
+
+def test_a_line_of_an_answer_may_have_any_other_line_break():
+    lines = ["a\u2028b", "c\x85d", "e\x0bf"]
+    assert _gather_lines(lines, 3) == lines

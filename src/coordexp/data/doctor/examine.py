@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from coordexp.data import stores
 from coordexp.data.addresses import join_address
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS
@@ -33,6 +34,7 @@ EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
 AHEAD = 64  # parts per process that are read before the next ones are given out, to bound the memory
+LINES_AHEAD = 64  # whose images are read ahead, if they are in a store
 ReadImage = Callable[[str], ImageFacts]  # takes an address
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
 SMALL = 20  # bins; below this median side, the masks of matching are too coarse
@@ -225,16 +227,35 @@ class CheckedLine:
 def check_lines(lines: Iterable[bytes], folder: Path, look: ReadImage | None) -> Iterator[CheckedLine]:
     """Yield the lines that are not blank, numbered from 1. Image paths are relative to `folder`. `look` reads the
     facts of an image file; without it, no image is opened."""
+    for number, line, record in _parse_ahead(lines, None if look is None else folder):
+        if isinstance(record, ValueError):
+            yield CheckedLine(number, line, None, (Problem("broken-line", str(record)),))
+        else:
+            image, of_image = _look_at_image(folder, record, look)
+            yield CheckedLine(number, line, record, check_record(record), of_image, image)
+
+
+def _parse_ahead(
+    lines: Iterable[bytes], folder: Path | None
+) -> Iterator[tuple[int, bytes, AnyRecord | ValueError]]:
+    """Yield the lines that are not blank, with their numbers, and their records or what is wrong with them. With a
+    folder, the images of the lines behind the one that is yielded are read meanwhile, if they are in a store."""
+    waiting: deque[tuple[int, bytes, AnyRecord | ValueError]] = deque()
+    ahead = LINES_AHEAD if folder is not None and stores.are_used() else 0
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = parse_any_record(line)
         except ValueError as error:
-            yield CheckedLine(number, line, None, (Problem("broken-line", str(error)),))
-            continue
-        image, of_image = _look_at_image(folder, record, look)
-        yield CheckedLine(number, line, record, check_record(record), of_image, image)
+            waiting.append((number, line, error))
+        else:
+            waiting.append((number, line, record))
+            if folder is not None and record.image is not None:
+                stores.read_ahead([join_address(folder, record.image)])
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _look_at_image(

@@ -210,7 +210,9 @@ def to_task(record: Record, suggestions: Sequence[Suggested], prefix: str, model
     """Return the task of a record with the labels that are suggested for it. Raise DataError if its image is no
     file, which a browser could not show."""
     if not is_file(record.image):
-        raise DataError(f"{record.image}: Label Studio cannot show a part of a file", "write the images to files")
+        raise DataError(
+            f"{record.image} is not a file of its own, which Label Studio could show", "write the images to files"
+        )
     numbered = [*record.objects, *(item for _, item, _ in suggestions)]
     category_ids = {item.desc: item.category_id for item in numbered if item.category_id is not None}
     head = json.loads(replace(record, objects=()).as_json())
