@@ -25,6 +25,7 @@ from coordexp.answers.table import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
 NOBODY = -1
+LEAST_IOU = 0.005  # of a pair that is shown
 SHOWN_SETTINGS = ("mode", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")  # of decoding
 MAX_TEXT = 4000  # characters of an answer that was not chosen
 MAX_NAME = 40  # characters of the name of another object
@@ -300,7 +301,7 @@ def _list_candidates(answer: DumpedAnswer, k: int) -> list[tuple[int, str, float
     candidates = [
         (answer.owner_of_true(j), answer.truth[j]["desc"], round(iou, 4))
         for j, iou in enumerate(row)
-        if iou is not None
+        if iou is not None and iou >= LEAST_IOU
     ]
     return sorted(candidates, key=itemgetter(2), reverse=True)
 

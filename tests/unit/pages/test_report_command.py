@@ -270,4 +270,4 @@ def test_ten_thousand_steps_make_a_small_page_within_seconds(tmp_path):
     text = page_of(folder)
     assert time.process_time() - since < 5
     assert len(text) < 3_000_000
-    assert "A point stands for 83.3 steps" in text
+    assert "A point stands for 167 steps" in text

@@ -17,6 +17,8 @@ const head = (() => {
   function tally(entry) {
     return [
       [data.countFound(entry), "matched"],
+      ...(entry.missed ? [[`${entry.missed} missed`, "missed"]] : []),
+      ...(entry.extra ? [[`${entry.extra} extra`, "extra"]] : []),
       ...(entry.invalid ? [[`${entry.invalid} invalid`, "invalid"]] : []),
       ...(entry.truncated ? [["truncated", "invalid"]] : []),
       [entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"],
