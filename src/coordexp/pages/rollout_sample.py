@@ -68,7 +68,7 @@ class DumpedAnswer:
         self.objects: Sequence[Mapping[str, Any]] = self.result["objects"]
         self.valid = [k for k, obj in enumerate(self.objects) if obj["reason"] is None]
         self.pairs = {self.valid[i]: (j, self.result["iou"][i][j]) for i, j in self.result["pairs"]}
-        self.matched = {j: k for k, (j, _) in self.pairs.items()}
+        self.matched: dict[int, int] = {j: k for k, (j, _) in self.pairs.items()}
         self.rebuilt: Mapping[str, Any] | None = self.result.get("rebuilt")
         self.owners: list[int] = []
         self.changes: dict[int, str] = {}
