@@ -143,7 +143,7 @@ def test_everything_can_be_done_with_the_keyboard_only(open_page: Open, demo: Ru
     assert sample_id(page) == "150.0.0"
     assert page.evaluate("document.activeElement.matches('#strip .token')"), "the focus stays in the tokens"
     page.keyboard.press("k")
-    for key, place in (("o", "#objects"), ("m", "#matrix"), ("s", "#steps")):
+    for key, place in (("o", "#objects"), ("s", "#steps")):
         page.keyboard.press(key)
         assert page.evaluate("place => !!document.activeElement.closest(place)", place)
 

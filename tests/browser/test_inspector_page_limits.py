@@ -169,4 +169,3 @@ def test_choosing_a_shape_brings_its_tokens_and_its_row_into_view(open_page: Ope
     expect(token).to_be_in_viewport()
     assert "lit" in (token.get_attribute("class") or "")
     expect(page.locator('.object[data-owner="480"]')).to_be_in_viewport()
-    expect(page.locator('.overlap .name[data-owner="480"]')).to_be_in_viewport()

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page
 from typer.testing import CliRunner
 
 from coordexp.cli import app
 from tests.browser.conftest import Open
-from tests.unit.pages.run_folders import evaluation_line, lines, settings, write_dumped_run, write_run
+from tests.unit.pages.run_folders import evaluation_line, lines, settings, write_run
 
 pytestmark = pytest.mark.timeout(60)
 NARROW = {"width": 640, "height": 450}  # 1280 x 900 at 200 %
@@ -66,12 +66,3 @@ def test_groups_differ_by_more_than_colour(open_page: Open, two_groups: RunRepor
     lines = page.locator(".key path.line")
     dashes = lines.evaluate_all("nodes => nodes.map(node => getComputedStyle(node).strokeDasharray)")
     assert len(dashes) == len(set(dashes)) == 2
-
-
-def test_a_dumped_step_links_to_its_examples_in_the_inspector(open_page: Open, tmp_path: Path) -> None:
-    folder = write_dumped_run(tmp_path / "run", steps=(0, 4))
-    assert CliRunner().invoke(app, ["inspect", str(folder)]).exit_code == 0
-    page = open_page(RunReportPage((folder,)))
-    link = page.locator('a[href$="inspect.html#step=5"]').first  # there is one link per scale
-    expect(link).to_be_visible()
-    assert (folder / "inspect.html").samefile(tmp_path / (link.get_attribute("href") or "").partition("#")[0])

@@ -114,15 +114,19 @@ def compare_groups(
     steps = {group.letter: tuple(choose_step(run, step) for run in group.runs) for group in groups}
     truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
     counts: dict[str, list[RunCounts]] = {}
-    evaluated: dict[int, str] | None = None  # the images that the first run was evaluated on
+    evaluated: set[int] = set()  # the images that the first run was evaluated on
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
             notify(f"{run.name}, step {at}")
             answers = read_predictions(run.folder / "evaluations" / f"step-{at}.json", truth)
-            answered = {answer.image_id: run.name for answer in answers}
+            answered = {answer.image_id for answer in answers}
             evaluated = evaluated or answered
-            if answered.keys() != evaluated.keys():
-                raise _different_images(evaluated, answered)
+            if answered != evaluated:
+                raise DataError(
+                    f"{groups[0].runs[0].name} was evaluated on {len(evaluated)} images and {run.name} on "
+                    f"{len(answered)}, which are not the same",
+                    "compare runs with the same custom.eval_samples, or leave out the comparison with --at none",
+                )
             images = [(image_id, record) for image_id, record in truth if image_id in answered]
             counts.setdefault(group.letter, []).append(count_by_image(images, answers))
     notify(f"{resamples} resamples")
@@ -142,15 +146,7 @@ def compare_groups(
         *_note_different_steps(groups, steps),
         *(note for comparison in comparisons for note in note_shift_of_length(comparison)),
     )
-    return ComparisonResult(len(evaluated or ()), resamples, steps, comparisons, notes)
-
-
-def _different_images(first: dict[int, str], other: dict[int, str]) -> DataError:
-    names = [next(iter(answered.values()), "a run") for answered in (first, other)]
-    return DataError(
-        f"{names[0]} was evaluated on {len(first)} images and {names[1]} on {len(other)}, which are not the same",
-        "compare runs with the same custom.eval_samples, or leave out the comparison with --at none",
-    )
+    return ComparisonResult(len(evaluated), resamples, steps, comparisons, notes)
 
 
 def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:
@@ -161,7 +157,9 @@ def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:
     for run in runs:
         if not find_evaluated_steps(run):
             return f"{run.name} has no evaluation in {run.folder / 'evaluations'}"
-    files = {(file := _find_val_data(run)).sha256: (run.name, file) for run in runs}
+        if "val" not in run.data:
+            return f"{run.folder / MANIFEST} names no held-out data"
+    files = {(file := run.data["val"]).sha256: (run.name, file) for run in runs}
     if len(files) > 1:
         words = "; ".join(
             f"{name}: {file.file}, {file.records} records, sha256 {file.sha256[:8]}"
@@ -192,13 +190,7 @@ def choose_step(run: Run, step: int | None) -> int:
 def find_held_out_files(logged: Run, given: Path | None) -> list[Path]:
     """Return the files that the run was evaluated on: `given`, or those that `run.json` names, relative to here or
     to where the run was started. Raise DataError if the hash of a file differs from that in `run.json`."""
-    expected = _find_val_data(logged)
-    if given and expected.files:
-        raise DataError(
-            f"--data {given}: {logged.name} was evaluated on {len(expected.files)} files",
-            f"leave --data out, and put them where run.json names them ({expected.files[0].file}), or leave out "
-            "the comparison with --at none",
-        )
+    expected = logged.data["val"]
     return [_find_held_out_file(logged, data, given) for data in expected.files or [expected]]
 
 
@@ -218,15 +210,6 @@ def _find_held_out_file(logged: Run, expected: DataFile, given: Path | None) -> 
             f"the file has changed, or is another one; {where}",
         )
     return path
-
-
-def _find_val_data(logged: Run) -> DataFile:
-    if "val" not in logged.data:
-        raise DataError(
-            f"{logged.folder / MANIFEST}: names no held-out data, although there are evaluations",
-            "leave out the comparison with --at none",
-        )
-    return logged.data["val"]
 
 
 def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> list[RateDifference]:

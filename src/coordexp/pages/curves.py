@@ -28,7 +28,7 @@ from coordexp.files import read_json_lines
 
 LARGEST_NUMBER = 1e100  # so that sums and products of the numbers on a page stay finite
 NOT_WRITTEN_BY_A_RUN = "the file was edited, or another program wrote it; give another run"
-MAX_POINTS = 120  # of a line; more would show the noise of single steps
+MAX_POINTS = 60  # of a line; more would show the noise of single steps
 PHASES = {
     "rollout": "the model or the engine answers",
     "sync": "the engine receives the weights, including the canary and freeing memory",

@@ -136,18 +136,17 @@ def render_report(
     servers = {run.folder: summary for run in runs if (summary := read_servers(run.folder)) is not None}
     described = [_describe_group(group, servers) for group in groups]
     name = format_value(" and ".join(group.name for group in groups))
-    seeds = ", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
     return render_page(
         "report.html",
         title=f"Run report: {name}",
         name=name,
         runs=len(runs),
         groups=described,
-        seeds=seeds if len(runs) > len(groups) else "",
+        seeds=len(runs) > len(groups),
         ranges=ranges,
         examples=examples,
         result=None if isinstance(result, str) else result,
-        tables=[] if isinstance(result, str) else [_lay_out_table(one, result) for one in result.comparisons],
+        tables=[] if isinstance(result, str) else [_lay_out_table(one) for one in result.comparisons],
         titles={name: title for name, (title, _) in EVALUATED.items()},
         reason=result if isinstance(result, str) and len(groups) > 1 else "",
         sections=[
@@ -239,32 +238,24 @@ def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges)
     return {"figures": figures, "zero": zero}
 
 
-def _lay_out_table(comparison: GroupComparison, result: ComparisonResult) -> dict[str, Any]:
+def _lay_out_table(comparison: GroupComparison) -> dict[str, Any]:
     """Return the rows of a comparison by what is better, the scale of the drawing of their intervals, and the
     names of the rates that are 0 in both."""
     rows = comparison.rows
     ends = [end for row in rows for pair in (row.image_interval, row.seed_interval) if pair for end in pair]
     reach = 1.05 * (max((abs(end) for end in ends), default=0.01) or 0.01)
     scale = charts.Scale(-reach, reach, INTERVAL_MARGIN, INTERVAL_WIDTH - INTERVAL_MARGIN)
-    parts = {
-        "Quality, higher is better": [row for row in rows if row.is_quality],
-        "Behaviour, lower is better": [row for row in rows if not row.is_quality and (row.base or row.other)],
-    }
     return {
-        "groups": [
-            (group.letter, group.name, _describe_evaluated(result.steps[group.letter]))
-            for group in (comparison.base, comparison.other)
-        ],
+        "pair": (comparison.base, comparison.other),
         "seeds": comparison.has_seed_intervals,
         "ticks": [
             (min(max(scale.at(value), 16), INTERVAL_WIDTH - 16), "0" if value == 0 else f"{value:+g}")
             for value in charts.choose_ticks(scale.low, scale.high, 4)
         ],
         "scale": scale,
-        "parts": parts,
+        "parts": {
+            "Quality, higher is better": [row for row in rows if row.is_quality],
+            "Behaviour, lower is better": [row for row in rows if not row.is_quality and (row.base or row.other)],
+        },
         "never": [EVALUATED[row.name][0] for row in rows if not (row.is_quality or row.base or row.other)],
     }
-
-
-def _describe_evaluated(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" if len(set(steps)) == 1 else f"steps {', '.join(map(str, steps))}"

@@ -13,6 +13,7 @@ prediction.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,10 @@ from coordexp.answers.table import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
 NOBODY = -1
+LEAST_IOU = 0.005  # of a pair that is shown
 SHOWN_SETTINGS = ("mode", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")  # of decoding
 MAX_TEXT = 4000  # characters of an answer that was not chosen
 MAX_NAME = 40  # characters of the name of another object
-MAX_LINE = 240  # tokens of a line; what belongs to no object can be longer
 REASONS = {
     Reason.truncated: "the answer ends inside it",
     Reason.syntax: "not JSON here: it is cut off, and so is everything after it",
@@ -67,6 +68,7 @@ class DumpedAnswer:
         self.objects: Sequence[Mapping[str, Any]] = self.result["objects"]
         self.valid = [k for k, obj in enumerate(self.objects) if obj["reason"] is None]
         self.pairs = {self.valid[i]: (j, self.result["iou"][i][j]) for i, j in self.result["pairs"]}
+        self.matched: dict[int, int] = {j: k for k, (j, _) in self.pairs.items()}
         self.rebuilt: Mapping[str, Any] | None = self.result.get("rebuilt")
         self.owners: list[int] = []
         self.changes: dict[int, str] = {}
@@ -86,6 +88,9 @@ class DumpedAnswer:
             else:
                 yield -2 - agreed
                 agreed += 1
+
+    def owner_of_true(self, j: int) -> int:
+        return self.matched.get(j, -2 - j)
 
     def number(self, owner: int) -> int | None:
         """Return the number of an object in the rebuilt answer, or None if it was left out."""
@@ -135,10 +140,12 @@ def show_sample(
         "notes": _list_notes(answer),
         "objects": objects,
         "rebuilt": answer.rebuilt is not None,
-        "choice": _show_choice(dump.get("choice")),
+        "others": [
+            (k + 1, text[:MAX_TEXT])
+            for k, text in enumerate(dump["choice"]["texts"] if "choice" in dump else ())
+            if k != dump["choice"]["index"]
+        ],
         "match": {
-            "rows": answer.valid,
-            "iou": [[None if value is None else round(value, 6) for value in row] for row in result["iou"]],
             "gate": settings["maskiou_gate"],
             "top_k": settings["candidate_top_k"],
             "rejections": result["gate_rejections"],
@@ -185,14 +192,11 @@ class Strip:
     def lines(self, states: Mapping[int, str]) -> list[tuple[int, int, int, str]]:
         """Return the lines of the strip: the first token, the end, the owner of the first object in it, and what
         became of that object. The opening brace stays with the first object. `states` are by owner."""
-        ends = [0, *(index for index in self.breaks if index > 2), len(self.owner)]
-        parts = [(k, end) for start, end in itertools.pairwise(ends) for k in range(start, end, MAX_LINE)]
         lines = []
-        for first, end in parts:
-            last = min(end, first + MAX_LINE)
-            at = next((k for k in range(first, last) if self.owner[k] != NOBODY), first)
+        for first, end in itertools.pairwise([0, *(index for index in self.breaks if index > 2), len(self.owner)]):
+            at = next((k for k in range(first, end) if self.owner[k] != NOBODY), first)
             owner = self.owner[at]
-            lines.append((first, last, owner, "" if owner == NOBODY else self._label(at, owner, states[owner])))
+            lines.append((first, end, owner, "" if owner == NOBODY else self._label(at, owner, states[owner])))
         return lines
 
     def _label(self, at: int, owner: int, state: str) -> str:
@@ -268,7 +272,8 @@ def _show_predicted(answer: DumpedAnswer, taught: set[int]) -> Iterator[dict[str
                 words += f", moved: {key} → object_{number}"
             elif number is not None and key != f"object_{number}":
                 words += f", now object_{number}"
-        yield _show_object(obj, k, "Predicted", state, key, words, mark)
+        shown = _show_object(obj, k, "Predicted", state, key, words, mark)
+        yield shown | {"candidates": [] if obj["reason"] else _list_candidates(answer, k)}
 
 
 def _describe_pair(answer: DumpedAnswer, k: int) -> str:
@@ -289,18 +294,29 @@ def _describe_extra(answer: DumpedAnswer, k: int, taught: set[int]) -> str:
     return f"matches no true object{', but other answers have it' if is_agreed else ''}"
 
 
+def _list_candidates(answer: DumpedAnswer, k: int) -> list[tuple[int, str, float]]:
+    """Return the owner and the name of each true object that a prediction was compared with, and their IoU. The
+    best is first."""
+    row = answer.result["iou"][answer.valid.index(k)]
+    candidates = [
+        (answer.owner_of_true(j), answer.truth[j]["desc"], round(iou, 4))
+        for j, iou in enumerate(row)
+        if iou is not None and iou >= LEAST_IOU
+    ]
+    return sorted(candidates, key=itemgetter(2), reverse=True)
+
+
 def _show_truth(answer: DumpedAnswer) -> Iterator[dict[str, Any]]:
     """Yield the true objects. A missed one has a number in a rebuilt answer."""
-    by = {j: k for k, (j, _) in answer.pairs.items()}
     for j, true in enumerate(answer.truth):
-        number = answer.number(-2 - j)
-        if j in by:
-            owner, state, words = by[j], "true", f"by {answer.objects[by[j]]['key']}"
+        number, mark = answer.number(-2 - j), ""
+        if j in answer.matched:
+            state, words = "true", f"by {answer.objects[answer.matched[j]]['key']}"
+        elif number is None:
+            state, words = "missed", "added to the target"
         else:
-            words = "added to the target" if number is None else f"added as object_{number}"
-            owner, state = -2 - j, "missed"
-        mark = f"→ {number}" if state == "missed" and number is not None else ""
-        yield _show_object(true, owner, "True", state, f"true {j + 1}", words, mark)
+            state, words, mark = "missed", f"added as object_{number}", f"→ {number}"
+        yield _show_object(true, answer.owner_of_true(j), "True", state, f"true {j + 1}", words, mark)
 
 
 def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> Iterator[dict[str, Any]]:
@@ -386,12 +402,3 @@ def _list_notes(answer: DumpedAnswer) -> list[str]:
     if unread := result.get("unread"):
         notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return notes
-
-
-def _show_choice(choice: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return how many answers there were and the numbers and texts of those that were not chosen. Return None if
-    there was only one."""
-    if choice is None:
-        return None
-    others = [[k + 1, text[:MAX_TEXT]] for k, text in enumerate(choice["texts"]) if k != choice["index"]]
-    return {"count": len(choice["texts"]), "others": others}

@@ -9,7 +9,6 @@ from coordexp.pages.comparison import (
     bootstrap_differences,
     estimate_seed_interval,
     note_shift_of_length,
-    resample_sums,
 )
 from coordexp.pages.run_folder import RunGroup
 
@@ -106,9 +105,3 @@ def test_a_rate_without_a_denominator_is_left_out_and_a_rare_one_has_no_interval
     rows = bootstrap_differences([none | {"rare": rare}], [none | {"rare": rare}], resamples=200)
     assert [row.name for row in rows] == ["rate", "rare"]
     assert rows[1].image_interval is None and not rows[1].is_clear
-
-
-def test_the_same_seed_gives_the_same_resamples():
-    columns = np.random.default_rng(0).random((50, 3))
-    assert np.array_equal(resample_sums(columns, 100, 1), resample_sums(columns, 100, 1))
-    assert not np.array_equal(resample_sums(columns, 100, 1), resample_sums(columns, 100, 2))

@@ -11,12 +11,14 @@ const head = (() => {
     find("length").textContent = `${all}, ${trained} of them trained, after a prompt of ${prompt}`;
     find("roles").replaceChildren(...data.roles(sample).map(legend));
     const facts = sample.facts.map(([name, value]) => [name, element("bdi", "", value)]);
-    find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.choice));
+    find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.others));
   }
 
   function tally(entry) {
     return [
       [data.countFound(entry), "matched"],
+      ...(entry.missed ? [[`${entry.missed} missed`, "missed"]] : []),
+      ...(entry.extra ? [[`${entry.extra} extra`, "extra"]] : []),
       ...(entry.invalid ? [[`${entry.invalid} invalid`, "invalid"]] : []),
       ...(entry.truncated ? [["truncated", "invalid"]] : []),
       [entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"],
@@ -45,15 +47,12 @@ const head = (() => {
     return [element("h3", "", `Loss ${whole} `, when), list("terms", rows)];
   }
 
-  function origin(facts, choice) {
-    return element("div", "", element("h3", "", "Origin"), list("facts", facts), ...(choice ? [others(choice)] : []));
-  }
-
-  // The answers that were not chosen, behind a summary.
-  function others({ count, others: texts }) {
-    const title = `Not chosen: ${texts.length} of ${countOf(count, "answer")}`;
-    const rows = texts.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
-    return element("details", "", element("summary", "", title), list("", rows), { id: "others" });
+  // The answers that were not chosen are behind a summary.
+  function origin(facts, others) {
+    const texts = others.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
+    const summary = element("summary", "", `${countOf(others.length, "answer")} not chosen`);
+    const details = element("details", "", summary, list("", texts), { id: "others", hidden: !others.length });
+    return element("div", "", element("h3", "", "Origin"), list("facts", facts), details);
   }
 
   return { show };
@@ -84,7 +83,7 @@ const head = (() => {
 // Which sample is shown, and what is highlighted in it: what the reader points at, or else what was chosen last.
 const inspector = (() => {
   const { index } = data;
-  const REGIONS = { t: "strip", o: "objects", m: "matrix", s: "steps" }; // by the key that goes to them
+  const REGIONS = { t: "strip", o: "objects", s: "steps" }; // by the key that goes to them
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
   let sample = null;
@@ -120,7 +119,8 @@ const inspector = (() => {
     chosen = null;
     head.show(index.samples[k], sample);
     imageView.large(index.samples[k], sample);
-    for (const part of [objects, matrix, strip]) part.show(sample);
+    objects.show(sample);
+    strip.show(sample);
     steps.show(k);
     detail.clear();
     const token = worst();
@@ -154,10 +154,8 @@ const inspector = (() => {
     pointed = null; // the choice counts, wherever the mouse rests
     chosen = { ...target, token: tokenOf(target) };
     if (chosen.token !== null) strip.reveal(chosen.token);
-    for (const host of [find("objects"), find("matrix")]) {
-      const part = host.querySelector(`[data-owner="${target.owners[0]}"]`);
-      if (part) bringIntoView(host, part);
-    }
+    const row = find("objects").querySelector(`[data-owner="${target.owners[0]}"]`);
+    if (row) bringIntoView(find("objects"), row);
     light();
   }
 

@@ -132,10 +132,10 @@ const data = (() => {
     return ids.flatMap((id, i) => (fits(id, i) ? [i] : []));
   }
 
-  // The shapes to draw, the largest first, so that each can be pointed at.
+  // The shapes to draw, the largest first, so that each can be pointed at. Of equal ones, the true shape is below.
   function shapes(sample) {
     const area = ([left, top, right, bottom]) => (right - left) * (bottom - top);
-    const drawn = sample.objects.filter((object) => object.bins && object.state !== "invalid");
+    const drawn = sample.objects.filter((object) => object.bins && object.state !== "invalid").reverse();
     return drawn.map((object) => ({ ...object, box: edges(object.bins) })).sort((a, b) => area(b.box) - area(a.box));
   }
 
