@@ -48,6 +48,7 @@ from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fi
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
 from coordexp.train.mixture import Mixture
+from coordexp.train.quarantine import Quarantine
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.sinks import MetricsFile, PrometheusFile, Sink, Sinks, TensorBoard, Wandb
 from coordexp.train.step import OptimizerStep, RowLoader
@@ -325,7 +326,13 @@ class Assembly:
             metrics=self.metrics,
             identity=_identity(self.settings, self.train),
             measure_truth=self.training_set.measure_truth,
+            quarantine=self.quarantine,
         )
+
+    @cached_property
+    def quarantine(self) -> Quarantine | None:
+        most = self.settings.custom.broken_images
+        return Quarantine(self.train, self.folder, most) if most else None
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -386,7 +393,7 @@ class Assembly:
             has_image_limits=bool(settings.model.image_limits),
         )
         adapter = learner.adapter_weights if learner.has_plain_adapter else None
-        probes = self.training_set.find_images(PROBED_IMAGES)
+        probes = self.training_set.find_images(PROBED_IMAGES, self.quarantine)
         if rollout.vllm.mode == "server":
             from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 
