@@ -3,7 +3,7 @@
 An image is examined before its record is taken: it is read and decoded as the doctor does. The place of a record
 whose image is broken is taken by the record after it in the order of samples, so every step has as many samples
 as without broken images, on all ranks. Whether an image is broken depends on its bytes alone, and is written to
-`quarantine.jsonl` in the run folder before its step is trained. So a resumed run takes the same records, even if an
+`quarantine.jsonl` in the run folder before its step. So a resumed run takes the same records, even if an
 image was repaired meanwhile.
 
     {"record": 39, "place": "train.jsonl, record 40", "image": "images/40.jpg", "problem": "image-unreadable",
