@@ -357,12 +357,12 @@ class World:
         seconds = self.constants.sync_fixed + largest_share * self.constants.weights / self.constants.network
         self.sync_seconds += seconds
         self.clock.advance_to(self.clock.now + seconds)
-        self.pool = self.pool.advance_to(version)
+        self.pool = replace(self.pool, version=version)
         for k in up:
-            self.pool = self.pool.mark_failed(k, Loss("")).mark_synced(k, version)
+            self.pool = self.pool.mark(k, version)
 
     def lose(self, server: int) -> None:
-        self.pool = self.pool.mark_lost(server, Loss("it failed"))
+        self.pool = self.pool.mark(server, Loss("it failed"))
 
     def _plan_failure(self, index: int) -> None:
         if math.isfinite(self.constants.failure):

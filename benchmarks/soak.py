@@ -43,8 +43,10 @@ from rich.progress import Progress
 from scipy.stats import theilslopes
 from server import DEMO, ROOT, ServedLearner, serve, write_config
 
-from coordexp.child_processes import find_segments
 from coordexp.rollout.backend import Decode, ImageRef, Request
+
+sys.path.insert(0, str(ROOT))  # for the tests, which are not installed
+from tests.integration.leavings import find_segments
 
 IMAGES, TOKENS = 32, 24
 WARM_UP = 0.3  # of the updates

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads would wai
 import pytest
 from hypothesis import settings
 
+from coordexp.logs import show_messages
 from tests import zygote
 from tests.conformance.page import KINDS, parts
 from tests.examples import examples
@@ -16,10 +17,17 @@ settings.register_profile("coordexp", examples(100))
 settings.load_profile("coordexp")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.fixture(autouse=True)
+def messages_are_plain() -> None:
+    """Show messages as a command on a terminal does. The test before may have begun a log."""
+    show_messages()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    zygote.session = getattr(config, "workerinput", {}).get("testrunuid", "")
     known = set(parts())
     if any(item.get_closest_marker("engine") for item in items):
-        zygote.fork_engines()
+        zygote.imported = zygote.IMPORTED + zygote.IMPORTED_FOR_ENGINES
     for item in items:
         if item.get_closest_marker("full") and item.get_closest_marker("scenario"):
             raise pytest.UsageError(f"{item.nodeid}: a proof of the specification is part of .ci/run")

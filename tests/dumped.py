@@ -1,5 +1,6 @@
 """Dumps of a few steps. The scripted answers are partly right, garbage, and cut off."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,19 @@ SCRIPT = {
 
 
 def dumping(
-    folder: Path, *, every: int = 1, samples: int = 9, script: dict[str, Said] = SCRIPT, **settings: Any
+    folder: Path,
+    *,
+    every: int = 1,
+    samples: int = 9,
+    truth: Mapping[str, Sequence[TrueObject]] = TRUTH,
+    script: Mapping[str, Said | Sequence[Said]] = SCRIPT,
+    **settings: Any,
 ) -> tuple[RolloutStep, DumpWriter]:
     """Return a step of channel B that dumps to `folder/dumps`, and its writer. The tokenizer is in
     `folder/model`."""
     (folder / "model").mkdir(exist_ok=True)
     SMALL.tokenizer.save(str(folder / "model/tokenizer.json"))
-    training_set = write_training_set(folder, TRUTH, SMALL, **settings)
+    training_set = write_training_set(folder, truth, SMALL, **settings)
     dumps = dump_writer(folder, training_set.settings, every, samples)
     backend = ScriptedBackend(script, SMALL)
     return RolloutStep(training_set, backend, training_set.settings, watch=dumps.add), dumps

@@ -21,7 +21,6 @@ import torch
 from coordexp.servers.transfer import WeightGroup, check_metadata, join, unflatten
 
 CPU = torch.device("cpu")
-OWN_ROUTES = ("/version/", "/begin_update/", "/load_bucket/", "/finish_update/")  # ms-swift lacks them
 Action = Callable[["Handler"], bool]  # returns True if it has answered the request
 
 
@@ -81,8 +80,7 @@ class Receiving:
 class FakeRolloutServer:
     """A rollout server without a model. `facts` are returned by `/version/`.
 
-    With `is_swift` it behaves like `swift rollout`: it lacks our own routes, handles one request at a time, even
-    for health, and answers 200 whatever a worker did. With a `prefix`, all routes are below it and nothing else is
+    With a `prefix`, all routes are below it and nothing else is
     served. Each request to a path takes the next of `faults[path]`, which answers it or runs before the answer."""
 
     def __init__(
@@ -91,14 +89,13 @@ class FakeRolloutServer:
         *,
         end_of_turn: int,
         prompt_ids: tuple[int, ...],
-        is_swift: bool = False,
         world_size: int = 1,
         token: str | None = None,
         max_model_len: int = 1000,
         prefix: str = "",
     ) -> None:
         self.facts, self.end_of_turn, self.prompt_ids = facts, end_of_turn, prompt_ids
-        self.is_swift, self.world_size, self.token = is_swift, world_size, token
+        self.world_size, self.token = world_size, token
         self.max_model_len, self.prefix = max_model_len, prefix
         self.port, self.group_port = free_port(), free_port()
         self.faults: dict[str, deque[Action]] = defaultdict(deque)
@@ -117,12 +114,11 @@ class FakeRolloutServer:
         self.boot, self.version, self.sent_version = uuid4().hex, "default", ""
         self.weights: dict[str, torch.Tensor] = {}
         self.adapter: dict[str, Any] | None = None  # its config, as peft writes it
-        self.plugin: dict[str, Any] | None = None  # the response of the route that our plugin adds to ms-swift
         self.lora, self.base_changed = True, False
         self.ahead: Receiving | None = None
         self.owner: str | None = None  # the name of the learner's group
         self.groups: list[WeightGroup] = []
-        self.thawed, self.single = threading.Event(), threading.Lock()
+        self.thawed = threading.Event()
         self.thawed.set()
         self.sockets: list[socket.socket] = []
         handler = type("Bound", (Handler,), {"fake": self})
@@ -196,7 +192,7 @@ class FakeRolloutServer:
 
         def join_as(rank: int) -> None:
             size = body["world_size"]
-            self.groups[rank] = join("127.0.0.1", body["port"], rank, size, CPU, timeout, self.is_swift)
+            self.groups[rank] = join("127.0.0.1", body["port"], rank, size, CPU, timeout)
 
         others = [
             threading.Thread(target=join_as, args=(rank,), daemon=True) for rank in range(1, self.world_size)
@@ -208,8 +204,7 @@ class FakeRolloutServer:
             thread.join()
 
     def item(self, request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        seed = config["seed"] if self.is_swift else request["data_dict"]["coordexp"]["seed"]
-        ids = [*answer_ids(seed), self.end_of_turn][: config["max_tokens"]]
+        ids = [*answer_ids(request["data_dict"]["coordexp"]["seed"]), self.end_of_turn][: config["max_tokens"]]
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": ""},
@@ -219,7 +214,7 @@ class FakeRolloutServer:
         }
         response = {"id": "1", "object": "chat.completion", "created": 0, "model": "fake", "usage": {}}
         item = {"response": response | {"prompt_token_ids": list(self.prompt_ids), "choices": [choice]}}
-        return item if self.is_swift else item | {"rollout_infos": {"weight_version": self.version}}
+        return item | {"rollout_infos": {"weight_version": self.version}}
 
 
 class _Listener(ThreadingHTTPServer):
@@ -271,34 +266,16 @@ class Handler(BaseHTTPRequestHandler):
         if fake.token and self.path != "/health/" and self.headers["Authorization"] != f"Bearer {fake.token}":
             self.refuse(401, "unauthorized", "no valid token")
             return
-        if fake.is_swift and self.path in OWN_ROUTES:
-            self.reply(404, {"detail": "Not Found"})
-            return
         with fake.counting_open(len(body.get("infer_requests", ()))):
-            if fake.is_swift:
-                with fake.single:
-                    self._answer(body)
-            else:
-                self._answer(body)
-
-    def _answer(self, body: dict[str, Any]) -> None:
-        faults = self.fake.faults[self.path]
-        if faults and faults.popleft()(self):
-            return
-        name = self.path.strip("/")
-        getattr(self, f"on_{name}", self._on_other)(body)
-
-    def _on_other(self, body: dict[str, Any]) -> None:
-        self.reply(200, {"message": "done"})
+            faults = fake.faults[self.path]
+            if not (faults and faults.popleft()(self)):
+                getattr(self, f"on_{self.path.strip('/')}")(body)
 
     def on_health(self, body: dict[str, Any]) -> None:
         self.reply(200, {"status": "ok"})
 
     def on_get_world_size(self, body: dict[str, Any]) -> None:
         self.reply(200, {"world_size": self.fake.world_size})
-
-    def on_coordexp_repeat_guard(self, body: dict[str, Any]) -> None:
-        self.reply(*((200, self.fake.plugin) if self.fake.plugin else (404, {"detail": "Not Found"})))
 
     def on_version(self, body: dict[str, Any]) -> None:
         fake = self.fake
@@ -312,10 +289,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_init_communicator(self, body: dict[str, Any]) -> None:
         fake = self.fake
-        if fake.is_swift:
-            fake.join(body)
-            self.reply(200, {"message": "joined"})
-            return
         until = time.monotonic() + 0.2  # the previous learner may have just left
         while fake.owner is not None and time.monotonic() < until:
             time.sleep(0.01)
@@ -349,8 +322,6 @@ class Handler(BaseHTTPRequestHandler):
     def on_load_bucket(self, body: dict[str, Any]) -> None:
         self.fake.receive(body["metadatas"], body.get("next_bytes", 0))
         self.reply(200, {"message": "taken"})
-
-    on_update_flattened_params = on_load_bucket
 
     def on_finish_update(self, body: dict[str, Any]) -> None:
         self.fake.version = self.fake.sent_version

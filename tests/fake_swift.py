@@ -4,12 +4,10 @@ What was recorded, and is repeated here in our own words:
 - `--external_plugins` files are imported when the arguments are read, and again in each process that starts an
   engine. The folder of a file goes to the front of `sys.path`, and the module is named by a hash of its path.
 - The engine's arguments are an `EngineArgs` or `AsyncEngineArgs`, made from keywords without `logits_processors`.
-- The routes belong to one `FastAPI` application of the server's process.
 """
 
 import hashlib
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from coordexp.config.rollout import RepeatTerminate
-from coordexp.rollout.guard import LOADED
-from coordexp.servers.swift_servers import TEXT
+from coordexp.servers.swift import TEXT
 
 
 class FakeSwiftRollout:
@@ -35,10 +31,7 @@ class FakeSwiftRollout:
         from vllm.engine.arg_utils import EngineArgs
 
         self._patch.setattr(EngineArgs, "__post_init__", EngineArgs.__post_init__)
-        self._patch.setattr(FastAPI, "__init__", FastAPI.__init__)
         self._patch.setattr(sys, "path", [*sys.path])
-        self._patch.setenv(LOADED, "to be removed")
-        del os.environ[LOADED]
         if self.guard is not None:
             self._patch.setenv(TEXT, self.guard.model_dump_json())
         return self
@@ -86,10 +79,3 @@ class FakeSwiftRollout:
             distributed_executor_backend=None,
             **engine_kwargs,
         )
-
-    @staticmethod
-    def app(world_size: int) -> FastAPI:
-        app = FastAPI()
-        app.get("/health/")(lambda: {"status": "ok"})
-        app.get("/get_world_size/")(lambda: {"world_size": world_size})
-        return app

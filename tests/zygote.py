@@ -2,9 +2,9 @@
 
 To import torch, transformers, vLLM and coordexp takes ten to thirty seconds of a processor, and most programs that
 tests start work for two. `start` therefore asks a *zygote* for a fork: a process that has imported them and does
-nothing. It begins with the first program of a test session and ends with the session. Python is started anew
-instead with the variable COORDEXP_TESTS_COLD, in tests with the mark `cold`, which are about the start, and if the
-program's environment has a variable that libraries read while they are imported.
+nothing. It begins with the first program of a test session, serves all processes of the session, and ends with it.
+Python is started anew instead with the variable COORDEXP_TESTS_COLD, in tests with the mark `cold`, which are
+about the start, and if the program's environment has a variable that libraries read while they are imported.
 
 A program that starts Python gets a fork, too: torchrun its ranks, a server its engine, an engine its workers. Each
 program therefore has a zygote of its own below it, which is forked before the program begins. Linux shows forks as
@@ -19,6 +19,7 @@ import _posixsubprocess
 import atexit
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import gc
@@ -57,6 +58,7 @@ IMPORTED = (
     "accelerate.utils.fsdp_utils", "torch.distributed.run", "torch.utils.tensorboard",
     "transformers.models.qwen3_vl",
 )  # fmt: skip
+# Without `coordexp.servers.worker`: a worker ties itself to its engine when it imports this module.
 IMPORTED_FOR_ENGINES = (
     "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor", "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn",
@@ -67,13 +69,15 @@ IMPORTED_FOR_ENGINES = (
     "torch._dynamo.backends.inductor", "torch._dynamo.backends.cudagraphs", "torch._inductor.compile_fx",
     "torch.distributed.tensor.experimental", "torch.export._trace", "sympy.combinatorics",
     "coordexp.rollout.repeat_guard", "coordexp.rollout.update",
-    "coordexp.servers.app", "coordexp.servers.client", "coordexp.servers.worker",
+    "coordexp.servers.app", "coordexp.servers.client",
 )  # fmt: skip
 ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's
 _lock = threading.Lock()
+_zygotes: list[subprocess.Popen[bytes]] = []
 _start_really = _posixsubprocess.fork_exec
 cold = COLD  # also while a test runs that is marked as one that starts Python anew
 imported: Sequence[str] = IMPORTED  # by the zygote, when it starts
+session = ""  # the name of a test session of several processes, which are children of one
 
 
 class Program:
@@ -107,7 +111,7 @@ class Program:
     def processes(self) -> list[psutil.Process]:
         """Return its living processes: itself and all that it started, also if their parents have ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [process for process in psutil.Process(self.keeper).children(recursive=True) if _lives(process)]
+            return [process for process in psutil.Process(self.keeper).children(recursive=True) if lives(process)]
         return []
 
     def close(self) -> None:
@@ -168,42 +172,49 @@ def run(
     return done
 
 
-def fork_engines() -> None:
-    """Have this process fork the engines that it starts. Call it before tests that start any."""
-    global imported
-    imported = IMPORTED + IMPORTED_FOR_ENGINES
-    _posixsubprocess.fork_exec = functools.partial(_fork_exec, functools.partial(_zygote, importing=True))
-
-
 @functools.cache
-def _zygote(importing: bool) -> str:
-    """Start the process that forks keepers, with or without imports. Return the address of its socket."""
-    listener = _listen()
+def _zygote(importing: bool) -> bytes:
+    """Start the process that forks keepers, with or without imports, unless another process of this test session
+    has done so. Return the address of its socket."""
     modules = imported if importing else ()
-    words = [sys.executable, "-m", "tests.zygote", str(listener.fileno()), *modules, " " * ROOM]
+    address = f"\0coordexp-zygote-{session}-{len(modules)}".encode() if session else b""
+    try:
+        listener = _listen(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return address
+    owner = os.pidfd_open(os.getppid() if session else os.getpid())
+    files = [listener.fileno(), owner]
+    words = [sys.executable, "-m", "tests.zygote", *map(str, files), *modules, " " * ROOM]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), *sys.path]))}
     env |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "ROOM": " " * ROOM}
-    process = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
-    atexit.register(process.kill)
-    address: str = listener.getsockname()
+    _zygotes.append(subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, pass_fds=files))
+    os.close(owner)
+    address = listener.getsockname()
     listener.close()
     return address
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Return True if the process exists and has not ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
-def _listen() -> socket.socket:
+def _listen(address: bytes = b"") -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # Linux chooses an address that is not in the file system
+    try:
+        listener.bind(address)  # none of them is in the file system; without one, Linux chooses it
+    except OSError:
+        listener.close()
+        raise
     listener.listen(64)
     return listener
 
 
-def _ask(address: str, program: Mapping[str, Any], files: Mapping[int, int]) -> socket.socket:
+def _ask(address: bytes, program: Mapping[str, Any], files: Mapping[int, int]) -> socket.socket:
     """Ask a zygote for a program. `files` are the numbers of its open files, and ours for them."""
     content = json.dumps({**program, "files": list(files)}).encode()
     connection = socket.socket(socket.AF_UNIX)
@@ -213,10 +224,10 @@ def _ask(address: str, program: Mapping[str, Any], files: Mapping[int, int]) -> 
     return connection
 
 
-# What follows runs in zygotes and their forks, and `_fork_exec` in the tests, too.
+# What follows runs in zygotes and their forks.
 
 
-def main(listener: str, modules: Sequence[str]) -> NoReturn:
+def main(listener: int, owner: int, modules: Sequence[str]) -> NoReturn:
     for module in modules:
         importlib.import_module(module)
     if modules:
@@ -225,11 +236,11 @@ def main(listener: str, modules: Sequence[str]) -> NoReturn:
     gc.collect()
     gc.freeze()  # a fork does not search what was imported here, and shares its memory
     assert threading.active_count() == 1, threading.enumerate()
-    _serve(socket.socket(fileno=int(listener)), sys.stdin.fileno())
+    _serve(socket.socket(fileno=listener), owner)
 
 
 def _serve(listener: socket.socket, *until_readable: int) -> NoReturn:
-    """Start the programs that are asked for, until one of these files can be read: it is closed with the tests."""
+    """Start the programs that are asked for, until one of these files can be read: the owner has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN)
     waiting = listener.fileno()
@@ -337,16 +348,16 @@ def _start_zygote(files: Sequence[int]) -> None:
             os._exit(0)
         _serve(listener)
     address = listener.getsockname()
-    _posixsubprocess.fork_exec = functools.partial(_fork_exec, lambda: address)
+    _posixsubprocess.fork_exec = functools.partial(_fork_exec, address)
     subprocess._fork_exec = _posixsubprocess.fork_exec  # type: ignore[attr-defined]
 
 
-def _fork_exec(zygote: Any, *arguments: Any) -> int:
+def _fork_exec(zygote: bytes, *arguments: Any) -> int:
     """Start a process, as the function of `_posixsubprocess` does for `subprocess` and `multiprocessing`. If it is
     Python, it is a fork of the zygote and becomes a child of this process."""
     args, _, _, pass_fds, cwd, env, stdin, _, _, stdout, _, stderr, _, error, _, session, *_, first, _ = arguments
     python, *words = map(os.fsdecode, args)
-    if cold or python != sys.executable or "resource_tracker" in words[-1]:
+    if python != sys.executable or "resource_tracker" in words[-1]:
         return _start_really(*arguments)
     pairs = [entry.partition(b"=") for entry in env or ()]
     program = {
@@ -354,14 +365,14 @@ def _fork_exec(zygote: Any, *arguments: Any) -> int:
         "cwd": os.fsdecode(cwd) if cwd else str(Path.cwd()),
         "env": {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs} if pairs else dict(os.environ),
         "session": session,
-        "first": first and [first.__module__, first.__name__],
+        "first": first and [first.func.__module__, first.func.__name__, *first.args],  # a `functools.partial`
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "cold": False,
         "kept": False,
     }
     standard = {number: number if own < 0 else own for number, own in enumerate((stdin, stdout, stderr))}
     passed = {number: number for number in pass_fds if number != error}
-    with _lock, _adopting(), _ask(zygote(), program, standard | passed) as connection:
+    with _lock, _adopting(), _ask(zygote, program, standard | passed) as connection:
         return int(connection.recv(20))
 
 
@@ -375,7 +386,7 @@ def _adopting() -> Iterator[None]:
     _prctl(SET_SUBREAPER, before.value)
 
 
-def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequence[str] | None) -> NoReturn:
+def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequence[Any] | None) -> NoReturn:
     """Run Python's arguments as Python does after a fork, and end as it does."""
     os.environ.clear()
     os.environ.update(env)
@@ -384,7 +395,8 @@ def _run_and_exit(words: Sequence[str], env: Mapping[str, str], call_first: Sequ
     if env.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")
     if call_first:
-        getattr(importlib.import_module(call_first[0]), call_first[1])()
+        module, name, *given = call_first
+        getattr(importlib.import_module(module), name)(*given)
     # The zygote's streams know of its files, for example whether they can be searched.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering=1 if words[0] == "-u" else -1, closefd=False)
@@ -447,4 +459,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:-1])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:-1])

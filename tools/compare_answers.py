@@ -234,9 +234,7 @@ def write_table(out: Path) -> str:
         results = [json.loads((folder / "result.json").read_text()) for folder in folders]
         cells = [_spread(results, name) for name in COLUMNS.values()]
         lines.append(_join(arm, *cells, ", ".join(folder.name.rpartition("-")[2] for folder in folders)))
-        counts[arm] = [
-            count_by_image(truth, read_predictions(folder / "preds.json").answers) for folder in folders
-        ]
+        counts[arm] = [count_by_image(truth, read_predictions(folder / "preds.json", truth)) for folder in folders]
     for arm, own in counts.items():
         if arm != BASE and BASE in counts and len(own) == len(counts[BASE]):
             for difference in bootstrap_differences(counts[BASE], own, resamples=RESAMPLES):

@@ -107,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     truth, complete = (read_truth(RecordFile(path)) for path in (options.data, options.complete))
     first, _, last = options.records.partition(":")
-    answers = read_predictions(options.preds).answers
+    answers = read_predictions(options.preds, truth)
     chosen = answers[int(first) - 1 : int(last or len(answers))]
     ids = [answer.image_id for answer in chosen]
     kept = [(id, record) for id, record in truth if id in set(ids)]

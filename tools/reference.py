@@ -332,13 +332,13 @@ def split_at_commas(source: str) -> list[str]:
 
 def render_metrics() -> Iterator[str]:
     from coordexp.answers.entries import Reason
+    from coordexp.config.sections import OWN
     from coordexp.evaluate.behaviour import DEFINITIONS
     from coordexp.evaluate.report import MEASURES, NAMES
 
     sums = read_constant("train.metrics", "SUMS", Reason=Reason)
     packing, phases, rates = (read_constant("train.metrics", name) for name in ("PACKING", "PHASES", "RATES"))
-    tokens = read_constant("objective.modules", "TOKEN_CE")
-    modules = read_constant("objective.modules", "MODULES", ModuleKind=lambda _, terms: terms, TOKEN_CE=tokens)
+    modules = {name: _read_terms(settings.kind) for name, settings in OWN.items()}
     reasons = {f"parse/invalid/{reason.value}" for reason in Reason}
     meanings = text.METRICS | {name: f"invalid objects: {name.rpartition('/')[2]}" for name in sorted(reasons)}
     groups = {
@@ -401,6 +401,12 @@ def read_constant(module: str, name: str, **names: Any) -> Any:
     unknown = {item.id: _Anything() for item in ast.walk(node.value) if isinstance(item, ast.Name)}
     known = {word: getattr(builtins, word) for word in unknown if hasattr(builtins, word)}
     return eval(compile(ast.Expression(node.value), module, "eval"), unknown | known | names)  # noqa: S307 - our own source
+
+
+def _read_terms(kind: str) -> dict[str, Any]:
+    """Return the terms of a module of the objective, by the name of its `ModuleKind`."""
+    module, name = kind.removeprefix("coordexp.").split(":")
+    return read_constant(module, name, ModuleKind=lambda _, terms: terms)
 
 
 def _server_metrics() -> Iterator[tuple[str, str, str]]:
@@ -538,11 +544,11 @@ def render_files() -> Iterator[str]:
     yield "Files of lines (`.jsonl`) have one JSON object per line. Other files are written completely or not at"
     yield "all.\n"
     yield "## Records\n\nOne line of a data file ([bring your data](../data.md)). Unknown keys are errors.\n"
-    yield from _render_keys(records._RecordLine, text.RECORD_KEYS)
+    yield from _render_keys(records.Record, text.RECORD_KEYS)
     yield "Each of `objects`:\n"
     yield from _render_keys(records.ObjectLine, text.OBJECT_KEYS)
     yield "A chat record:\n"
-    yield from _render_keys(records._ChatLine, text.CHAT_KEYS)
+    yield from _render_keys(records.ChatRecord, text.CHAT_KEYS)
     yield "## Predictions\n\n`coordexp predict --out preds.json` ([predict and evaluate](../evaluation.md)).\n"
     yield from render_meanings("file", text.PREDICTIONS)
     for heading, kind, keys in (

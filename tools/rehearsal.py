@@ -54,7 +54,7 @@ def commands(out: Path, size: str) -> Iterator[Command]:
     yield Command("train, Stage 1, two steps", ["train", "--config", str(stage1)], "stage1")
     adapter = ["--adapter", str(out / "stage1/checkpoint-2"), "--model", str(model)]
     yield Command("model merge", ["model", "merge", *adapter, "--out", str(merged)], "merged")
-    machine = ["--gpus", "1", "--memory", "24", "--rollouts", "colocate"]
+    machine = ["--gpus", "2", "--memory", "24"]
     yield Command("plan", ["plan", "--config", str(stage2), *machine])
     yield Command("launch, Stage 2, one step", ["launch", "--config", str(stage2), "--cpu"], "stage2")
     answers = ["--out", str(out / "preds.json"), "--max-new-tokens", "16"]

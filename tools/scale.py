@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordexp.cli.plan import change_setting, load_for_gpus
-from coordexp.config.settings import Adapter
+from coordexp.cli.plan import load_for_gpus
 from coordexp.launch.memory import (
     GIB,
     Learner,
     Model,
     RowSize,
     SampleSize,
+    count_server_gpus,
     engine_parts,
     plan_memory,
     total_bytes,
@@ -58,13 +58,14 @@ def _rows() -> Iterator[str]:
 
 
 def _cells(model: Model, trained: str, machine: Machine) -> tuple[str, ...]:
-    settings, gpus = load_for_gpus(ROOT / f"configs/{machine.config}.yaml", machine.gpus)
-    if trained != "all weights":
-        settings = change_setting(settings, "model.adapter", Adapter(rank=RANK, alpha=2 * RANK))
+    overrides = (
+        () if trained == "all weights" else (f"model.adapter.rank={RANK}", f"model.adapter.alpha={2 * RANK}")
+    )
+    settings = load_for_gpus(ROOT / f"configs/{machine.config}.yaml", machine.gpus, overrides)
     sample = SampleSize()
-    uses, findings = plan_memory(settings, model, sample, gpus, machine.memory * GIB)
+    uses, findings = plan_memory(settings, model, sample, machine.gpus, machine.memory * GIB)
     row = RowSize.from_settings(settings, sample, model.shape)
-    learner = total_bytes(Learner(settings, model, row, len(gpus[1])).parts())
+    learner = total_bytes(Learner(settings, model, row, machine.gpus - count_server_gpus(settings)).parts())
     engine = total_bytes(engine_parts(settings, model))
     sizes = (learner, engine, max(use.total for use in uses))
     fits = all(finding.severity != "error" for finding in findings)

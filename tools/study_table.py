@@ -16,7 +16,7 @@ from study_data import find_complete
 
 from coordexp.data import RecordFile
 from coordexp.errors import UserError
-from coordexp.evaluate import check_predictions, read_predictions, read_truth
+from coordexp.evaluate import read_predictions, read_truth
 from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.report import count_by_image
 from coordexp.pages.comparison import RateDifference, RunCounts, bootstrap_differences
@@ -124,9 +124,7 @@ def count_row(row: Row, split: str, truth: Truth) -> Counts:
     for seed, folder in row.folders.items():
         file = find_answers(folder, split)
         if file is not None:
-            predictions = read_predictions(file)
-            check_predictions(predictions, truth)
-            counts[seed] = count_by_image(truth, predictions.answers)
+            counts[seed] = count_by_image(truth, read_predictions(file, truth))
     return counts
 
 

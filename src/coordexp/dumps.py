@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +24,7 @@ from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RolloutMatching
 from coordexp.data import Geometry, TrueObject
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_whole
-from coordexp.rollout.backend import Request, Rollout, request_seed
+from coordexp.rollout.backend import Request, Rollout
 
 if TYPE_CHECKING:  # matching needs scipy, and whoever only looks for files should not wait for it
     from coordexp.answers.correct import Choice, Correction
@@ -239,14 +239,11 @@ class DumpWriter:
     samples: int
     _step: int = -1  # the latest one that was chosen
     _first_dump: tuple[int, set[int]] | None = None  # its step, and the records that are followed from then on
-    _begin: int | None = None  # the first step that this process has seen
     _lines: dict["ExampleId", tuple[str, int]] = field(default_factory=dict)
-    _earlier: dict[int, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=dict)
 
     def add(self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction") -> None:
         """Dump the example if its step was chosen or its record is followed."""
         sample = answered.sample
-        self._begin = id.step if self._begin is None else self._begin
         self._first_dump = self._first_dump or self._read_first_dump(id.step)
         file = self._choose_file(id.step, sample.index)
         if file is None:
@@ -291,22 +288,14 @@ class DumpWriter:
             }
         return json.dumps(example)
 
-    def find(self, id: "ExampleId | None") -> tuple[str, int] | None:
-        """Return the file of an example that was dumped, and its line, from 0. An example that waited in the carry
-        buffer while the run was interrupted was dumped by an earlier process: it is looked for in the files."""
-        if id is None:
-            return None
-        if id in self._lines or (self._begin is not None and id.step >= self._begin):
-            return self._lines.get(id)
-        if id.step not in self._earlier:
-            self._earlier[id.step] = self._read_lines(id.step)
-        # The line of a dump has no index, but its seed follows from the index.
-        return self._earlier[id.step].get((id.micro, request_seed(self.seed, *astuple(id))))
+    def find(self, id: "ExampleId") -> tuple[str, int] | None:
+        """Return the file of an example that this process has dumped, and its line, from 0. One that waited in the
+        carry buffer while the run was interrupted was dumped by another process, and gets no trace."""
+        return self._lines.get(id)
 
     def add_trace(self, id: "ExampleId", place: tuple[str, int], step: int, values: Mapping[str, Any]) -> None:
         """Add what was measured when a dumped example was trained on. `place` is what `find` returns for it, and
-        `step` is the optimizer step, numbered from 1, as in the log. After a resume, an example that waited at the
-        checkpoint is trained again and has two lines: the last one counts."""
+        `step` is the optimizer step, numbered from 1, as in the log."""
         file, number = place
         trace = {"format": TRACE_FORMAT, "example": number, "step": step, **values}
         self.folder.add(trace_file(file), json.dumps(trace, allow_nan=False))
@@ -322,33 +311,14 @@ class DumpWriter:
         return f"{FOLLOWED}/{name}" if first and first[0] < step and record in first[1] else None
 
     def _read_first_dump(self, step: int) -> tuple[int, set[int]] | None:
-        """Return the first dump that an interrupted run has left before `step`."""
+        """Return the first dump that an interrupted run has left before `step`. If it cannot be read, no images
+        are followed, and the run continues."""
         first, file = next(iter(step_files(self.folder.path).items()), (step, None))
         if file is None or first >= step:
             return None
-        records = [record for record, _, _ in _read_places(file)]
-        return first, set(records[: self.samples])
-
-    def _read_lines(self, step: int) -> dict[tuple[int, int], tuple[str, int]]:
-        """Return file and line of all dumped examples of a step, by micro-step and seed."""
-        names = (step_file(step), f"{FOLLOWED}/{step_file(step)}")
-        return {
-            (micro, seed): (name, number)
-            for name in names
-            if (self.folder.path / name).is_file()
-            for number, (_, micro, seed) in enumerate(_read_places(self.folder.path / name))
-        }
-
-
-def _read_places(file: Path) -> list[tuple[int, int, int]]:
-    """Return the record, the micro-step and the seed of each dumped example. If the file cannot be read, its
-    examples are neither followed nor traced, and the run continues."""
-    try:
-        examples = [json.loads(line) for line in file.read_bytes().splitlines()]
-        return [
-            (int(e["place"]["record"]), int(e["place"]["micro"]), int(e.get("choice", e)["seed"]))
-            for e in examples
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%r): its examples are not followed or traced", file, error)
-        return []
+        try:
+            places = [json.loads(line)["place"] for line in file.read_bytes().splitlines()]
+            return first, {int(place["record"]) for place in places[: self.samples]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read (%r): its images are not followed", file, error)
+            return first, set()

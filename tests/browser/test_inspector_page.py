@@ -1,13 +1,23 @@
 """The page of the rollout inspector in a browser: highlighting, navigation, keys and numbers."""
 
+import json
+from math import exp
+from pathlib import Path
+
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.books import demo_book
+from coordexp.data import TrueObject
 from tests.browser.conftest import Open
-from tests.browser.samples import Book, Predicted, TrueShape
+from tests.browser.rollouts import RunInspectorPage, say, write_answers, write_demo
+from tests.unit.answers.conftest import box
 
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> RunInspectorPage:
+    return write_demo(tmp_path_factory.mktemp("runs") / "table-top")
 
 
 def lit_shapes(page: Page) -> set[tuple[str, str]]:
@@ -22,10 +32,6 @@ def lit_tokens(page: Page) -> set[str]:
     return set(page.locator("#strip .token.lit").evaluate_all("nodes => nodes.map(node => node.dataset.owner)"))
 
 
-def position(page: Page) -> str:
-    return page.locator("#where").inner_text()
-
-
 def sample_id(page: Page) -> str:
     return str(page.evaluate("location.hash.slice(1)"))
 
@@ -37,94 +43,88 @@ def focus_attribute(page: Page, name: str) -> str | None:
 # Highlighting
 
 
-def test_a_shape_highlights_its_tokens_and_its_row(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
+def test_a_shape_highlights_its_tokens_and_its_row(open_page: Open, demo: RunInspectorPage) -> None:
+    page = open_page(demo, "#100.0.0")
     page.locator('#stage .shape.missed[data-owner="-4"] polygon >> nth=1').hover()
     assert lit_tokens(page) == {"-4"}
     assert page.locator(".object.lit .desc").all_inner_texts() == ["spoon"]
 
 
-def test_an_invalid_object_has_no_shape_and_says_why(open_page: Open) -> None:
-    page = open_page(demo_book(), "#49.0.12")
+def test_an_invalid_object_has_no_shape_and_says_why(open_page: Open, demo: RunInspectorPage) -> None:
+    page = open_page(demo, "#50.0.0")
     row = page.locator(".object.invalid")
-    expect(row).to_contain_text("a box has four coordinates, and this has 3")
+    expect(row).to_contain_text("a box needs four coordinates")
     row.hover()
     assert lit_shapes(page) == set()
     assert lit_tokens(page) == {"1"}
     assert page.locator('#stage .shape[data-owner="1"]').count() == 0
 
 
+def test_an_overlap_highlights_both_of_its_objects(open_page: Open, demo: RunInspectorPage) -> None:
+    page = open_page(demo, "#100.0.0")
+    pairs = page.locator(".pair.chosen")
+    assert [text.split(".")[0] for text in pairs.all_inner_texts()] == ["red cup", "plate", "green leaf"]
+    pairs.nth(2).hover()
+    assert lit_shapes(page) == {("2", "matched"), ("2", "true")}
+
+
 # Navigation
 
-
-@pytest.mark.parametrize(
-    ("choice", "ids"),
-    [
-        ("invalid", ["49.0.12", "49.1.13"]),
-        ("truncated", ["49.1.13"]),
-        ("misses", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.1.14"]),
-        ("extra", ["0.0.12", "49.0.12", "99.0.12"]),
-        ("all", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.0.12", "199.1.14"]),
-    ],
-)
-def test_a_filter_leaves_its_samples_and_goes_to_the_first(open_page: Open, choice: str, ids: list[str]) -> None:
-    page = open_page(demo_book(), "#199.1.14")
-    if choice == "all":
-        page.locator("#filter").select_option("extra")
-    page.locator("#filter").select_option(choice)
-    assert walk(page) == ids
+ALL = ["1.0.0", "50.0.0", "50.0.1", "100.0.0", "150.0.0", "200.0.0", "200.0.2"]
 
 
 @pytest.mark.parametrize(
-    ("choice", "ids"),
+    ("list", "choice", "ids"),
     [
-        ("missed", ["0.0.12", "49.0.12", "49.1.13", "99.0.12", "149.0.12", "199.1.14", "199.0.12"]),
-        ("loss", ["0.0.12", "49.1.13", "49.0.12", "99.0.12", "149.0.12", "199.0.12", "199.1.14"]),
+        ("filter", "invalid", ["50.0.0", "50.0.1"]),
+        ("filter", "truncated", ["50.0.1"]),
+        ("filter", "missed", [id for id in ALL if id != "200.0.0"]),
+        ("filter", "extra", ["1.0.0", "50.0.0", "100.0.0"]),
+        ("order", "missed", ["1.0.0", "50.0.0", "50.0.1", "100.0.0", "150.0.0", "200.0.2", "200.0.0"]),
+        ("order", "loss", ["1.0.0", "50.0.1", "50.0.0", "100.0.0", "150.0.0", "200.0.0", "200.0.2"]),
     ],
 )
-def test_an_order_puts_the_worst_first_and_unknown_values_last(
-    open_page: Open, choice: str, ids: list[str]
+def test_a_filter_or_an_order_goes_through_its_samples(
+    open_page: Open, demo: RunInspectorPage, list: str, choice: str, ids: list[str]
 ) -> None:
-    page = open_page(demo_book(), "#99.0.12")
-    page.locator("#order").select_option(choice)
-    assert walk(page) == ids
-
-
-def walk(page: Page) -> list[str]:
-    ids = [sample_id(page)]
+    page = open_page(demo, "#200.0.2")
+    page.locator(f"#{list}").select_option(choice)
+    walked = [sample_id(page)]
+    page.locator("h1").click()  # keys go to the page again
     while page.locator("#on").is_enabled():
-        page.locator("#on").click()
-        ids.append(sample_id(page))
-    assert position(page) == f"{len(ids)} of {len(ids)}"
-    return ids
+        page.keyboard.press("j")
+        walked.append(sample_id(page))
+    assert walked == ids
 
 
-def test_the_address_names_a_sample_or_a_step(open_page: Open) -> None:
-    page = open_page(demo_book(), "#149.0.12")
+def test_the_address_names_a_sample_or_a_step(open_page: Open, demo: RunInspectorPage) -> None:
+    page = open_page(demo, "#150.0.0")
     expect(page.locator("#name")).to_contain_text("Step 150")
     page.evaluate("location.hash = 'step=60'")
     expect(page.locator("#name")).to_contain_text("Step 100")
+    expect(page.locator("#astray")).to_contain_text("step=60 is not on this page, which holds 7 answers")
     page.locator("#filter").select_option("truncated")
-    page.evaluate("location.hash = '199.0.12'")
+    page.evaluate("location.hash = '200.0.0'")
     expect(page.locator("#name")).to_contain_text("Step 200")
-    assert position(page) == "6 of 7"
+    expect(page.locator("#where")).to_have_text("6 of 7")
+    expect(page.locator("#astray")).to_be_hidden()
 
 
-def test_the_same_image_at_other_steps_links_to_them(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
+def test_the_same_image_at_other_steps_links_to_them(open_page: Open, demo: RunInspectorPage) -> None:
+    page = open_page(demo, "#100.0.0")
     assert page.locator(".step b").all_inner_texts() == ["step 1", "step 50", "step 100", "step 150", "step 200"]
     expect(page.locator(".step[aria-current]")).to_contain_text("3 of 5 found")
     assert page.locator(".step .shape.missed").count() == 5 + 4 + 2 + 1
     page.locator(".step").last.click()
-    assert sample_id(page) == "199.0.12"
-    expect(page.locator(".step[aria-current]")).to_contain_text("loss 0.127")
+    assert sample_id(page) == "200.0.0"
+    expect(page.locator(".step[aria-current]")).to_contain_text("loss 0.457")
 
 
 # Keys
 
 
-def test_everything_can_be_done_with_the_keyboard_only(open_page: Open) -> None:
-    page = open_page(demo_book(), "#99.0.12")
+def test_everything_can_be_done_with_the_keyboard_only(open_page: Open, demo: RunInspectorPage) -> None:
+    page = open_page(demo, "#100.0.0")
     for _ in range(30):
         page.keyboard.press("Tab")
         if focus_attribute(page, "data-i"):
@@ -134,39 +134,37 @@ def test_everything_can_be_done_with_the_keyboard_only(open_page: Open) -> None:
     assert focus_attribute(page, "data-i") == "0"
     for _ in range(3):
         page.keyboard.press("ArrowDown")
-    page.keyboard.press("End")
-    assert focus_attribute(page, "data-owner") == "-1" or lit_shapes(page) == {("3", "extra")}
     page.keyboard.press("Home")
     assert lit_shapes(page) == {("3", "extra")}
     page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
     assert lit_shapes(page) == {("-4", "missed")}
     page.keyboard.press("j")
-    assert sample_id(page) == "149.0.12"
+    assert sample_id(page) == "150.0.0"
     assert page.evaluate("document.activeElement.matches('#strip .token')"), "the focus stays in the tokens"
     page.keyboard.press("k")
-    assert sample_id(page) == "99.0.12"
+    for key, place in (("o", "#objects"), ("m", "#matrix"), ("s", "#steps")):
+        page.keyboard.press(key)
+        assert page.evaluate("place => !!document.activeElement.closest(place)", place)
 
 
 # Numbers
 
 
-def numbers(page: Page) -> dict[str, str]:
+def test_a_coordinate_shows_its_distribution_in_numbers(open_page: Open, tmp_path: Path) -> None:
+    truth = {"cup.png": [TrueObject("cup", box(100, 100, 400, 400))]}
+    script = {"cup.png": say(TrueObject("cup", box(90, 110, 390, 400)))}
+    write_answers(tmp_path / "run", truth, {99: script})
+    file = tmp_path / "run/dumps/trained-000099.jsonl"
+    values = json.loads(file.read_text())
+    first = min(values["bins"], key=int)
+    at = values["where"].index(int(first))
+    values["bins"][first], values["nll"][at], values["mass"][at] = [[90, 5000], [100, 2500, 2500]], 0.6931, 0.9
+    file.write_text(json.dumps(values) + "\n")
+    page = open_page(RunInspectorPage(tmp_path / "run"))
+    page.locator("#strip .token.coord").first.hover()
     names = page.locator(".numbers dt").all_inner_texts()
-    return dict(zip(names, page.locator(".numbers dd").all_inner_texts(), strict=True))
-
-
-def test_a_coordinate_shows_its_distribution_in_numbers(open_page: Open) -> None:
-    book = Book()
-    sample = book.add(
-        "99.0.1", [TrueShape("cup", (100, 100, 400, 400))], [Predicted("cup", (90, 110, 390, 400), 0, 0.8)]
-    )
-    first = sample["tokens"]["roles"].index(2)
-    sample["trained"]["bins"][str(first)] = [[90, 5000], [100, 2500, 2500]]
-    sample["trained"]["nll"][str(first)] = 0.6931
-    sample["trained"]["mass"][str(first)] = 0.9
-    page = open_page(book)
-    page.locator(f'#strip [data-i="{first}"]').hover()
-    shown = numbers(page)
+    shown = dict(zip(names, page.locator(".numbers dd").all_inner_texts(), strict=True))
     assert shown["written bin"] == "90"
     assert shown["target"] == "100"
     assert shown["probability of the target bin"] == "25.0 %"
@@ -178,29 +176,12 @@ def test_a_coordinate_shows_its_distribution_in_numbers(open_page: Open) -> None
     expect(page.locator(".owner")).to_contain_text("x1 of object_1, cup (matched)")
 
 
-def w1_of_example(sigma: float = 8.0) -> float:
+def w1_of_example(sigma: float = 8.0, truncate: int = 24) -> float:
     """Return the distance to a Gaussian around 100, as a sum of cumulative differences."""
-    from math import exp
-
-    weights = [exp(-0.5 * ((bin - 100) / sigma) ** 2) for bin in range(1000)]
+    weights = [exp(-0.5 * ((bin - 100) / sigma) ** 2) * (abs(bin - 100) <= truncate) for bin in range(1000)]
     model = {90: 0.5, 100: 0.25, 101: 0.25}
     difference = total = 0.0
     for bin, weight in enumerate(weights):
         difference += model.get(bin, 0.0) - weight / sum(weights)
         total += abs(difference)
     return total
-
-
-def test_a_page_without_samples_says_so_and_takes_keys(open_page: Open) -> None:
-    page = open_page(Book())
-    expect(page.locator("#nothing")).to_be_visible()
-    for key in ("j", "t", "o", "m", "s", "Escape"):
-        page.keyboard.press(key)
-
-
-def test_an_address_that_is_not_on_the_page_is_reported(open_page: Open) -> None:
-    page = open_page(demo_book(), "#step=100")
-    expect(page.locator("#astray")).to_be_hidden()
-    page.evaluate("location.hash = 'step=101'")
-    expect(page.locator("#astray")).to_contain_text("step=101 is not on this page, which holds 7 answers")
-    assert sample_id(page) == "149.0.12"

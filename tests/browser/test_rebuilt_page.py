@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.books import HOSTILE
 from tests.browser.conftest import Open
-from tests.browser.test_run_pages import RunInspectorPage
+from tests.browser.rollouts import HOSTILE, RunInspectorPage
 from tests.dumped import NEAR_CUP, NEAR_ROOF, SCRIPT
 from tests.scripted import Said
 from tests.unit.answers.conftest import answer, box, entry

@@ -2,30 +2,17 @@
 
 import json
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordexp.pages.live import listen, make_live_pages
-from coordexp.pages.rollouts import make_inspector_page
-from coordexp.pages.run_folder import read_run
+from coordexp.pages.live import listen
 from tests.browser.conftest import Open
+from tests.browser.rollouts import RunInspectorPage
 from tests.unit.pages.run_folders import write_dumped_run
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@dataclass(frozen=True)
-class RunInspectorPage:
-    """The inspector's page of a run folder."""
-
-    folder: Path
-
-    def save(self, path: Path) -> Path:
-        path.write_text(make_inspector_page(read_run(self.folder), 200).html)
-        return path
 
 
 def test_each_coordinate_of_a_dumped_answer_highlights_its_shape(open_page: Open, tmp_path: Path) -> None:
@@ -44,7 +31,7 @@ def test_each_coordinate_of_a_dumped_answer_highlights_its_shape(open_page: Open
 
 def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
-    server = listen(make_live_pages(folder, 200), 0)
+    server = listen(folder, 200, 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     page = browser.new_page()
@@ -57,7 +44,7 @@ def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path:
         assert page.url.endswith("#1.0.1")
         page.locator("#report").click()
         expect(page.locator("h1")).to_have_text("run")
-        page.get_by_role("link", name="run", exact=True).click()
+        page.get_by_role("link", name=str(folder), exact=True).click()
         expect(page.locator("#where")).to_have_text("1 of 6")
     finally:
         page.close()

@@ -16,7 +16,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from coordexp.child_processes import find_marked
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.tasks import ignore
 from tests import zygote
@@ -123,8 +122,11 @@ class Started:
 
     def rank(self, rank: int) -> int:
         """Return the process of a rank. Python's resource tracker may be below it."""
-        marked = find_marked("RANK", str(rank), self.process.processes())
-        return min(marked, key=psutil.Process.create_time).pid
+        ranks = []
+        for process in self.process.processes():
+            with suppress(psutil.Error):  # it has just ended
+                ranks += [process] if process.environ().get("RANK") == str(rank) else []
+        return min(ranks, key=psutil.Process.create_time).pid
 
 
 def environment() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Run optimizer steps of the real objective: `python step_worker.py JOB.json`, alone or with torchrun.
 
-The job lists the micro-steps of each rank for every step. A micro-step is a list of example seeds that make one
-row. Seeds from 100 on stand for chat records; a step with any has a loss for them. For each step, rank 0 writes
-the gradients before and after clipping, and the report.
+The job has steps by name, each with its mode (none, ddp or fsdp2) and the micro-steps of each rank. A micro-step
+is a list of example seeds that make one row. Seeds from 100 on stand for chat records; a step with any has a loss
+for them. For each step, rank 0 writes the gradients before and after clipping, and the report.
 """
 
 import json
@@ -22,13 +22,13 @@ from tests.rows import Tiny, chat_settings
 
 def main(job: dict) -> None:
     torch.set_num_threads(1)
-    for name, ranks in job["steps"].items():
-        run_step(job, ranks, Path(job["out"]) / name)
+    for name, (mode, ranks) in job["steps"].items():
+        run_step(job, mode, ranks, Path(job["out"]) / name)
     make_accelerator(sharded=False).end_training()
 
 
-def run_step(job: dict, ranks: list[list[list[int]]], out: Path) -> None:
-    accelerator = make_accelerator(sharded=job["mode"] == "fsdp2")
+def run_step(job: dict, mode: str, ranks: list[list[list[int]]], out: Path) -> None:
+    accelerator = make_accelerator(sharded=mode == "fsdp2")
     has_chat = any(seed >= 100 for rows in ranks for seeds in rows for seed in seeds)
     tiny = Tiny(Path(job["model"]), chat_settings() if has_chat else None)
     rows = [
@@ -36,7 +36,7 @@ def run_step(job: dict, ranks: list[list[list[int]]], out: Path) -> None:
     ]
     model = tiny.model.train()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    assert (job["mode"] == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
+    assert (mode == "fsdp2") == all(isinstance(weight, DTensor) for weight in model.parameters())
     counts = reduce_counts([sum(span.counts for span in row.spans) for row in rows], accelerator.device)
     tally = LossTally(tiny.objective)
     for row in rows:

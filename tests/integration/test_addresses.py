@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.data import stores
 from coordexp.data.image_cache import ImageCache
+from coordexp.demo.scenes import SceneSettings, write_scenes
 from tests.http_store import http_store
 from tests.integration.stage1_runs import config, make_parts, train
 from tests.integration.stage2_runs import metrics, started, training, weights
@@ -138,13 +139,17 @@ def test_a_run_waits_for_a_store_that_is_away_for_20_seconds(parts, store, on_fi
 
 
 def test_a_step_does_not_wait_for_images_that_take_200_milliseconds_each(parts, store):
-    """A step takes 24 images, which would be 4.8 seconds one after the other."""
+    """A step takes up to 32 images, which would be 6.4 seconds one after the other, and no image comes twice."""
+    write_scenes(parts / "data/many", SceneSettings(objects=(1, 3)), train=200, val=1, seed=2)
+    rewrite(parts / "data/many/train.jsonl", "../train-many.jsonl", lambda image: f"{store.url}/many/{image}")
+    shutil.copy(parts / "data/val.jsonl", parts / "data/val-many.jsonl")
     store.delay = 0.2
-    sizes = {"per_device_train_batch_size": 12, "eval_strategy": "no", "max_steps": 5, "save_steps": 5}
-    train(run_config(parts, "slow", "-http", **sizes))
+    sizes = {"per_device_train_batch_size": 16, "eval_strategy": "no", "max_steps": 6, "save_steps": 6}
+    train(run_config(parts, "slow", "-many", **sizes))
+    assert len(store.requests) == len(set(store.requests)) > 120
     lines = [json.loads(line) for line in (parts / "slow/metrics.jsonl").read_text().splitlines()]
     times = [(line["time/pictures"], line["time/step"]) for line in lines if "time/step" in line][1:]
-    assert len(times) == 4
+    assert len(times) == 5
     assert sum(pictures for pictures, _ in times) < 0.1 * sum(step for _, step in times), times
 
 

@@ -25,8 +25,8 @@ from tests.integration.stage2_runs import (
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
-STEPS = 20
-RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 5}
+STEPS = 10
+RUN = {"training__max_steps": STEPS, "training__save_steps": STEPS, "stage2__dump_every": 3}
 # The mode is left at its default.
 ENGINE = {
     "rollout_matching__rollout_backend": "vllm",

@@ -77,8 +77,6 @@ def test_broken_logits_of_one_rank_are_told_and_not_saved_and_stop_all_ranks(par
     folder = parts / "broken"
     assert checkpoints(folder) == [1, 2]
     assert is_finite(folder / "checkpoint-2")
-    assert "done" in train(config(parts, "broken", max_steps=3, **settings), "--resume", processes=2)
-    assert checkpoints(folder) == [3]
 
 
 def test_weights_that_are_not_finite_are_not_saved(parts):

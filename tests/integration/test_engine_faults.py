@@ -23,7 +23,6 @@ from coordexp.train.stopping import START_GRACE
 from tests.integration.leavings import find_segments, leavings
 from tests.integration.servers import wait_for
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, finish, started, steps, training
-from tests.unit.rollout.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -86,19 +85,6 @@ def test_an_engine_that_cannot_start_is_reported_in_the_words_of_vllm_with_a_fix
     assert str(error.value).endswith(
         "or set rollout_matching.rollout_backend: hf (in Stage 1: stage1.eval_backend: hf), which needs no engine"
     )
-
-
-@pytest.mark.scenario("R07.C11", on="engine")
-def test_when_the_engine_of_one_rank_does_not_start_both_ranks_stop_at_once(tmp_path):
-    """The ranks are in the middle of the start, where vLLM's own executor would wait for the other."""
-    began = time.monotonic()
-    results = run_ranks("tests.integration.failing_start_worker", tmp_path)
-    print(f"{time.monotonic() - began:.0f} s")
-    assert [result["error"].splitlines()[0] for result in results] == [
-        "rank 1 failed, so all ranks stop",
-        "vLLM did not start: CUDA out of memory. Tried to allocate 3 GiB.",
-    ]
-    assert all(result["in step"] and result["seconds"] < 60 for result in results)
 
 
 # Runs

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fastapi.testclient import TestClient
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from coordexp.answers.table import VocabularyTable
@@ -18,7 +17,6 @@ from coordexp.rollout.guard import ARGUMENT, EngineGuard, cut_at_end, loop_in
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.servers import SWIFT_REPEAT_GUARD
-from coordexp.servers.swift_servers import GUARD_ROUTE
 from tests.engines import drawing, start_vllm, stop_vllm
 from tests.fake_swift import FakeSwiftRollout
 
@@ -119,9 +117,6 @@ def test_an_engine_that_was_started_with_the_plugin_guards_requests_that_carry_n
     answers = [cut_at_end(output.outputs[0].token_ids, stop, rule, ()) for output in outputs]
     assert [(tuple(ids), reason) for ids, reason in answers] == both.with_transformers(images, rule)
     assert 2 <= sum(reason == "repeat" for _, reason in answers) < len(images)
-    with TestClient(FakeSwiftRollout.app(world_size=1)) as client:
-        answer = client.get(GUARD_ROUTE).json()
-    assert answer == {"guard": rule.model_dump(mode="json"), "workers": 1}
 
 
 @pytest.mark.scenario("R34.S1", on="engine")

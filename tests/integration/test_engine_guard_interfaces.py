@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import (
     BatchUpdate,
-    MoveDirectionality,
     _load_custom_logitsprocs,
     _load_logitsprocs_by_fqcns,
 )
@@ -27,7 +26,6 @@ from coordexp.rollout.repeat_guard import RepeatGuard
 
 VOCABULARY, STOP = 12, 11
 CONFIG = SimpleNamespace(additional_config={})  # the part of vLLM's config that the guard reads
-ONE_WAY, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 
 
 def guard(**changes) -> RepeatTerminate:
@@ -59,14 +57,15 @@ def looping(before: torch.Tensor, after: torch.Tensor, stop: int = STOP) -> list
 
 
 class FirstRunner:
-    """Reports changes of its batch to the guard as vLLM's V1 runner does. Prompts loop, which must not count."""
+    """Reports its requests to the guard as vLLM's V1 runner does. Prompts loop, which must not count. How it moves
+    and replaces them, a real engine shows (test_engine_guard.py)."""
 
     def __init__(self) -> None:
         self.guard = RepeatGuard(CONFIG, torch.device("cpu"), False)
 
-    def update(self, removed=(), added=(), moved=()) -> None:
-        added = [(row, sampling, [0] * 9, ids) for row, sampling, ids in added]
-        self.guard.update_state(BatchUpdate(8, list(removed), added, list(moved)))
+    def add(self, *requests) -> None:
+        added = [(row, sampling, [0] * 9, ids) for row, sampling, ids in requests]
+        self.guard.update_state(BatchUpdate(8, [], added, []))
 
     def looping(self, rows: int) -> list[bool]:
         before = scores(rows)
@@ -135,39 +134,10 @@ def test_both_of_vllms_loaders_take_the_class_by_its_name():
 
 def test_each_request_ends_with_its_own_end_of_turn():
     runner, before = FirstRunner(), scores(3)
-    runner.update(added=[(row, params(stop=row + 4), [7] * 3) for row in range(3)])
+    runner.add(*((row, params(stop=row + 4), [7] * 3) for row in range(3)))
     after = runner.guard.apply(before.clone())
     assert [row.isfinite().nonzero().flatten().tolist() for row in after] == [[4], [5], [6]]
     assert torch.equal(after.diagonal(4)[:3], before.diagonal(4)[:3])
-
-
-def test_a_row_that_is_removed_and_used_again_has_only_its_new_request():
-    runner, loop = FirstRunner(), [7] * 3
-    runner.update(added=[(0, params(), loop), (1, params(), loop)])
-    runner.update(removed=[1])
-    assert runner.looping(2) == [True, False]
-    runner.update(removed=[0], added=[(0, params(), [1, 2])])  # in one step
-    assert runner.looping(2) == [False, False]
-    runner.update(added=[(0, params(), loop)])  # replaced without a removal
-    assert runner.looping(2) == [True, False]
-    runner.update(added=[(0, params(None), loop)])
-    assert runner.looping(2) == [False, False]
-
-
-def test_requests_move_and_change_places():
-    runner = FirstRunner()
-    runner.update(added=[(0, params(), [1]), (1, params(None), [7] * 3), (2, params(), [7] * 3)])
-    assert runner.looping(4) == [False, False, True, False]
-    runner.update(moved=[(2, 3, ONE_WAY)])
-    assert runner.looping(4) == [False, False, False, True]
-    runner.update(moved=[(3, 0, SWAP)])
-    assert runner.looping(4) == [True, False, False, False]
-    runner.update(moved=[(0, 1, SWAP)])  # with one that has no guard
-    assert runner.looping(4) == [False, True, False, False]
-    runner.update(moved=[(3, 1, ONE_WAY)])  # over one that loops
-    assert runner.looping(4) == [False] * 4
-    runner.update(removed=[3], added=[(3, params(), [7] * 3)], moved=[(3, 2, ONE_WAY)])
-    assert runner.looping(4) == [False, False, True, False]
 
 
 def test_a_slot_that_is_used_again_has_only_its_new_request():
@@ -285,7 +255,7 @@ def test_after_every_token_the_guard_of_the_first_runner_agrees_with_the_pure_fu
 ):
     """The engine may also take tokens back."""
     runner, live = FirstRunner(), [-1] * unknown
-    runner.update(added=[(0, params(rule, pattern), live)])
+    runner.add((0, params(rule, pattern), live))
     for end in [*range(len(ids) + 1), *again]:
         live[:] = [*ids[:end], *[-1] * unknown]
         expected = loop_in(ids[:end], count_keys(ids[:end], pattern), rule) is not None

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from PIL import Image
+from typer.testing import CliRunner
 
+from coordexp.cli import app
 from tests import zygote
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, steps
 from tests.source import SOURCE
@@ -27,7 +29,8 @@ from pydantic import TypeAdapter, ValidationError
 from coordexp.config.sections import Module
 declared = dict(name="sharpness", enabled=True, weight=1.0, channels=["A"], config={"entropy_weight": 1.0})
 form = TypeAdapter(Module)
-assert form.validate_python(declared).config.entropy_weight == 1
+config = form.validate_python(declared).config
+assert (config.entropy_weight, config.answer_format, config.is_diagnostic) == (1, "coord_tokens", False)
 try:
     form.validate_python(declared | {"config": {"entropy_weight": 1.0, "other": 1}})
 except ValidationError as error:
@@ -135,13 +138,13 @@ def test_a_model_family_of_another_package_answers_as_the_one_that_it_is_made_fr
     settings = json.loads((folder / "model/config.json").read_text())
     (folder / "model/config.json").write_text(json.dumps(settings | {"model_type": "my_vl"}))
     draw(folder / "scenes")
-    preds = []
-    for name, model in (("own", MODEL), ("added", folder / "model")):
-        words = ("--data", "scenes/data/val.jsonl", "--out", f"{name}.json", "--max-new-tokens", "48")
-        run = coordexp(folder, "predict", "--model", str(model), *words)
-        assert run.returncode == 0, run.stderr
-        preds.append(json.loads((folder / f"{name}.json").read_text()))
-    assert preds[0] == preds[1] and preds[0]
+    words = ["predict", "--data", str(folder / "scenes/data/val.jsonl"), "--max-new-tokens", "48"]
+    run = coordexp(folder, *words, "--model", "model", "--out", "added.json")
+    assert run.returncode == 0, run.stderr
+    own = CliRunner().invoke(app, [*words, "--model", str(MODEL), "--out", str(folder / "own.json")])
+    assert own.exit_code == 0, own.output
+    added, expected = (json.loads((folder / f"{name}.json").read_text()) for name in ("added", "own"))
+    assert added == expected and expected
 
 
 def test_a_broken_loss_module_is_an_error_of_the_config_that_declares_it_and_of_nothing_else(tmp_path):

@@ -51,11 +51,6 @@ def offline(home, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
-def test_a_name_of_the_hub_is_found_in_the_cache(home, offline):
-    assert find_model("Tiny/plain") == home / "hub/models--Tiny--plain/snapshots" / COMMIT
-    assert find_model("Tiny/plain", download=False).name == COMMIT
-
-
 def test_a_model_that_is_not_in_the_cache_is_an_error_with_the_command_that_downloads_it(offline):
     with pytest.raises(UserError) as caught:
         find_model("Tiny/other")

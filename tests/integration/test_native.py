@@ -105,13 +105,3 @@ def test_a_trained_model_is_asked_and_evaluated_without_an_option(parts, trained
     assert [text.partition('"label"')[2] for text in written] == [
         line["text"].partition('"label"')[2] for line in lines
     ]
-
-
-def test_other_options_are_refused_with_a_way_out(parts, trained):
-    base = ("predict", "--model", trained, "--data", parts / "few/val.jsonl", "--out", parts / "other.json")
-    wrong_format = call(*base, "--answer-format", "coord_tokens")
-    assert wrong_format.exit_code != 0
-    assert "coordinate tokens are missing" in " ".join(wrong_format.output.split())
-    biased = call(*base, "--stop-bias", "1")
-    assert biased.exit_code != 0
-    assert "native answers have no such token" in " ".join(biased.output.split())

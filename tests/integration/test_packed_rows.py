@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from coordexp.demo.model import Size, make_model
-from coordexp.errors import DataError
 from coordexp.families import FAMILIES
-from coordexp.objective.attention import segment_lengths
 from coordexp.objective.carry import Example
 from coordexp.objective.collate import kind_counts
 from tests.engines import drawing, prompt
@@ -123,26 +121,3 @@ def test_gradient_checkpointing_changes_nothing(folder):
         gradients.append(tiny.gradients())
     first, second = gradients
     assert max((first[name] - second[name]).abs().max() for name in first) <= 1e-6
-
-
-def test_a_picture_that_does_not_fit_its_prompt_is_named(tiny):
-    first = tiny.example(0)
-    other = Example(first.segment, "4x96", first.size, first.channel)
-    with pytest.raises(DataError, match=r"4x96: the prompt has \d+ image tokens, the image makes \d+"):
-        tiny.collate([other])
-
-
-def test_packed_rows_in_a_batch_of_several_are_refused(tiny):
-    row = tiny.collate(examples(tiny)[:2])
-    double = {
-        name: torch.cat((row.inputs[name],) * 2, dim=1 if name == "position_ids" else 0)
-        for name in ("input_ids", "position_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
-    }
-    with pytest.raises(ValueError, match="a packed row must be alone in its batch, but this batch has 2 rows"):
-        tiny.model(**double, use_cache=False)
-
-
-def test_positions_that_do_not_begin_at_zero_are_refused():
-    assert segment_lengths(torch.tensor([[0, 1, 2, 0, 0, 1]])) == [3, 1, 2]
-    with pytest.raises(ValueError, match="begin at text position 0"):
-        segment_lengths(torch.tensor([[3, 4, 0]]))

@@ -1,5 +1,5 @@
-"""A real rollout server with data-parallel replicas: weights and adapters reach each of them, a learner trains on
-their answers, and the server ends if one of them dies."""
+"""A real rollout server with data-parallel replicas, which loads adapters: adapters and then whole weights reach
+each of them, learners train on their answers, and the server ends if one of them dies."""
 
 import json
 import os
@@ -11,8 +11,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
+from transformers import Qwen3VLForConditionalGeneration
 
-from coordexp.train.learner import learner_weights
+from coordexp.answers.table import VocabularyTable
+from coordexp.config.settings import Adapter
+from coordexp.train.learner import learner_adapter, learner_weights, with_adapter
 from tests.integration.servers import (
     GUARD,
     Fleet,
@@ -20,15 +24,16 @@ from tests.integration.servers import (
     assert_ok,
     concurrently,
     infer_request,
+    model_weights,
     wait_for,
 )
-from tests.integration.stage2_runs import config, finish, started, steps, training
+from tests.integration.stage2_runs import MODEL, config, finish, started, steps, training
 from tests.integration.test_server import answer_with_transformers, ids
-from tests.integration.test_server_adapters import adapted, update
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 REPLICAS = 3
+LORA = Adapter(rank=4, alpha=8, train_coord_rows=False)
 COORDINATED = """
 import os, time
 from vllm.config import ParallelConfig
@@ -62,6 +67,22 @@ def client(replicated: Fleet) -> Iterator[PlainClient]:
     plain.close()
 
 
+def adapted(seed: int, adapter: Adapter = LORA) -> Any:
+    """Return the committed model with an adapter of random weights, as if it had been trained."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32)
+    model = with_adapter(model, adapter, VocabularyTable.from_folder(MODEL).first_coord)
+    draws = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            weight.data.copy_(0.05 * torch.randn(weight.shape, generator=draws))
+    return model
+
+
+def update(client: PlainClient, model: Any, version: str, group: str) -> None:
+    config, weights = learner_adapter(model)
+    client.update(weights, version, group, adapter=config)
+
+
 def count_by_replica(client: PlainClient) -> list[int]:
     """Return how many requests each replica has answered so far, by vLLM's own count."""
     counts = [0] * REPLICAS
@@ -81,14 +102,56 @@ def check_every_replica(client: PlainClient, weights: list[Any], images: list[st
     assert answers == answer_with_transformers(weights, images)
 
 
-@pytest.mark.cold
-def test_every_replica_gets_the_adapter(client, replicated):
+@pytest.mark.full
+def test_every_replica_answers_when_all_processes_start_anew(client, replicated):
+    check_every_replica(client, model_weights(), replicated.images()[:12])
+
+
+@pytest.mark.scenario("R07.C21", on="engine")
+def test_a_run_that_trains_only_an_adapter_sends_only_the_adapter(client, replicated):
+    """The server's answers are compared with the learner's after every sync. No test before has sent it whole
+    weights, after which it takes no adapters."""
+    changes = {
+        "model__adapter": {"rank": 4, "alpha": 8, "train_coord_rows": False},
+        "rollout_matching__vllm__sync__mode": "auto",
+        "rollout_matching__vllm__sync__canary_every": 1,
+        "training__max_steps": 3,
+        "training__save_steps": 3,
+        "training__learning_rate": 1e-2,
+    }
+    shown = finish(training(replicated.config("adapter", **changes)))
+    assert "warning: r" not in shown
+    lines = (replicated.folder / "adapter/servers.jsonl").read_text().splitlines()
+    syncs = [event for line in lines if (event := json.loads(line))["event"] == "sync"]
+    assert [(sync["sync_mode"], sync["fallbacks"], sync["probed"]) for sync in syncs] == [("adapter", [], [0])] * 3
+    whole = sum(weight.nbytes for _, weight in model_weights())
+    assert all(0 < sync["bytes"] < whole / 2 for sync in syncs)
+
+
+def test_every_replica_gets_the_adapter_and_keeps_it_if_another_one_fails(client, replicated):
+    """One is too large, one is for a module that the server does not have, and the learner of one leaves."""
+    images = replicated.images()[:12]
     with client.learner("learner") as group:
         assert_ok(client.join(group=group))
         for version, seed in (("1", 1), ("2", 2)):
             model = adapted(seed)
             update(client, model, version, group)
-            check_every_replica(client, list(learner_weights(model)), replicated.images()[:12])
+            check_every_replica(client, list(learner_weights(model)), images)
+        large = learner_adapter(adapted(3, adapter=LORA.model_copy(update={"rank": 16})))
+        config, weights = learner_adapter(adapted(4))
+        strange = (config, ((name.replace("v_proj", "w_proj"), weight) for name, weight in weights))
+        for refused, weights in (large, strange):
+            assert_ok(client.post("/begin_update/", group=group, version="3", adapter=refused))
+            assert_ok(client.send(weights, group=group))
+            answer = client.post("/finish_update/", group=group)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "adapter_refused"), answer.text
+        config, weights = learner_adapter(adapted(5))
+        assert_ok(client.post("/begin_update/", group=group, version="5", adapter=config))
+        assert_ok(client.send(weights, group=group))
+    wait_for(lambda: client.http.get("/version/").json()["learner"] is None, 20)
+    facts = client.http.get("/version/").json()
+    assert (facts["lora"], facts["weight_version"], facts["base"]) == (True, "2", "original")
+    check_every_replica(client, list(learner_weights(model)), images)
 
 
 @pytest.mark.scenario("R08.S1", on="engine")

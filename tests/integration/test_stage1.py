@@ -36,7 +36,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(parts):
     """The run has packing, waiting segments at the checkpoint, and an adapter with dropout."""
     settings = {"adapter": {"rank": 4, "alpha": 8, "dropout": 0.2}}
     train(config(parts, "whole", **settings))
-    assert len(load_file(parts / "whole/checkpoint-4/carry_0.safetensors")["lengths"]) > 0
+    assert "0.ids" in load_file(parts / "whole/checkpoint-4/carry_0.safetensors")
     shutil.copytree(parts / "whole", parts / "cut")
     shutil.rmtree(parts / "cut/checkpoint-8")
     assert "checkpoint-4" in train(config(parts, "cut", **settings), "--resume")
@@ -65,7 +65,7 @@ def learned(parts):
     """Return the folder of a run of 30 steps, and the records of its log."""
     done = ran(config(parts, "learns", **LEARNS), "--resume", "--log-format", "json")
     assert done.returncode == 0, done.stderr
-    return parts / "learns", [json.loads(line) for line in (done.stdout + done.stderr).splitlines()]
+    return parts / "learns", [json.loads(line) for line in done.stderr.splitlines()]
 
 
 def test_a_run_learns_and_says_what_it_did(learned):
@@ -92,8 +92,8 @@ def test_a_finished_run_is_neither_trained_further_nor_overwritten(learned):
     file = folder.with_suffix(".yaml")
     resumed, again = ran(file, "--resume"), ran(file)
     assert (resumed.returncode, again.returncode) == (0, 1)
-    assert "resuming from" in resumed.stdout and "missing" not in resumed.stdout + resumed.stderr  # tied weights
-    for line in (resumed.stdout + resumed.stderr).splitlines():
+    assert "resuming from" in resumed.stderr and "missing" not in resumed.stderr  # tied weights
+    for line in resumed.stderr.splitlines():
         assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) ", line), line
     assert "already holds checkpoint-30" in again.stderr and "--resume" in again.stderr
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-30"]
@@ -237,31 +237,12 @@ def make_thin(data: Path) -> None:
     (data / "train.jsonl").write_text("\n".join([*lines[:3], json.dumps(record), *lines[4:]]))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (
-            make_thin,
-            "1000 x 2: the longer side is more than 200 times the shorter one\n  cut the image into tiles",
-        ),
-        (
-            lambda data: (data / "train.jsonl").write_text(
-                (data / "train.jsonl").read_text().replace('"width": 64', '"width": 640')
-            ),
-            "the record says 640 x 64, the image is 64 x 64",
-        ),
-        (lambda data: (data / "train.jsonl").write_text("{}\n" * 40), "train.jsonl:1: missing keys: height"),
-    ],
-)
-def test_faults_of_the_data_are_told_without_a_traceback(parts, tmp_path, spoil, words):
+def test_a_fault_of_the_data_is_told_without_a_traceback(parts, tmp_path):
     shutil.copytree(parts / "data", tmp_path / "data")
-    spoil(tmp_path / "data")
+    make_thin(tmp_path / "data")
     settings = {"packing": False, "per_device_train_batch_size": 16, "train_sampling_strategy": "sequential"}
-    file = config(parts, tmp_path.name, **settings)
-    tree = yaml.safe_load(file.read_text())
-    tree["custom"]["train_jsonl"] = str(tmp_path / "data/train.jsonl")
-    file.write_text(yaml.safe_dump(tree))
+    file = with_data(config(parts, "thin", **settings), train_jsonl=str(tmp_path / "data/train.jsonl"))
     done = ran(file)
     assert done.returncode == 1
-    assert words in done.stderr
+    assert "0000003.png" in done.stderr and "1000 x 2: " in done.stderr
     assert "Traceback" not in done.stderr

@@ -11,29 +11,27 @@ from tests.integration.stage2_runs import ROOT, finish
 
 pytestmark = pytest.mark.timeout(480)
 
-# The micro-steps of each rank, by the way in which the model is distributed. Seeds from 100 on are questions about
-# images, those from 200 on questions without one: some rows of some ranks have no image.
+# By the number of processes: how the model is distributed, and the micro-steps of each rank. Seeds from 100 on are
+# questions about images, those from 200 on questions without one: some rows of some ranks have no image.
 SPLIT = [[[200], [0, 101]], [[1, 100], [201]]]
 STEPS = {
-    "none": {
-        "one row": [[[0, 1, 100, 200, 101, 201]]],
-        "unpacked": [[[0], [1], [100], [200], [101], [201]]],
+    1: {
+        "one row": ("none", [[[0, 1, 100, 200, 101, 201]]]),
+        "unpacked": ("none", [[[0], [1], [100], [200], [101], [201]]]),
     },
-    "ddp": {"ddp": SPLIT},
-    "fsdp2": {"fsdp2": SPLIT},
+    2: {"ddp": ("ddp", SPLIT), "fsdp2": ("fsdp2", SPLIT)},
 }
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """Make all steps, those with the same distribution in the same processes. Return how to read one."""
+    """Make all steps. Return how to read one."""
     out = tmp_path_factory.mktemp("steps")
     model = make_model(out / "model", "small", spread=3.0)
-    for mode, plans in STEPS.items():
-        job = {"mode": mode, "steps": plans, "model": str(model), "out": str(out), "clip": 0.5}
-        (out / f"{mode}.json").write_text(json.dumps(job))
-        worker = [str(ROOT / "tests/integration/step_worker.py"), str(out / f"{mode}.json")]
-        finish(worker, processes=1 if mode == "none" else 2)
+    for processes, plans in STEPS.items():
+        file = out / f"{processes}.json"
+        file.write_text(json.dumps({"steps": plans, "model": str(model), "out": str(out), "clip": 0.5}))
+        finish([str(ROOT / "tests/integration/step_worker.py"), str(file)], processes)
 
     def read(name):
         report = json.loads((out / name / "report.json").read_text())

@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from fastapi.testclient import TestClient
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.guard import ENGINE_GUARD, EngineGuard, key_pattern
 from coordexp.servers import SWIFT_REPEAT_GUARD
-from coordexp.servers.swift_servers import FILE, GUARD_ROUTE, TEXT
+from coordexp.servers.swift import FILE, TEXT
 from tests.fake_swift import FakeSwiftRollout
 from tests.integration.stage2_runs import MODEL
 
@@ -54,17 +53,6 @@ def test_the_settings_may_come_from_a_file_and_a_disabled_guard_changes_nothing(
         with FakeSwiftRollout(None) as swift:
             swift.import_external_plugins([SWIFT_REPEAT_GUARD])
             assert swift.engine_arguments(MODEL, True).logits_processors == processors
-            with TestClient(swift.app(world_size=1)) as client:
-                assert client.get(GUARD_ROUTE).status_code == (200 if guard.enabled else 404)
-
-
-@pytest.mark.scenario("R33.C3", on="recorded")
-def test_the_route_of_the_plugin_counts_no_worker_before_an_engine_has_loaded_the_guard():
-    with FakeSwiftRollout(ENABLED) as swift:
-        swift.import_external_plugins([SWIFT_REPEAT_GUARD])
-        with TestClient(swift.app(world_size=1)) as client:
-            assert client.get(GUARD_ROUTE).json() == {"guard": ENABLED.model_dump(mode="json"), "workers": 0}
-            assert client.get("/health/").json() == {"status": "ok"}
 
 
 FAULTS = {
@@ -110,4 +98,4 @@ def test_a_vllm_that_loads_no_logits_processors_stops_the_server_when_it_loads_t
 def test_the_folder_of_the_plugin_shadows_no_module_when_it_is_on_the_import_path():
     """ms-swift puts the folder there, before everything else."""
     names = {file.stem for file in Path(SWIFT_REPEAT_GUARD).parent.iterdir() if file.suffix == ".py"}
-    assert names == {"__init__", "swift_repeat_guard"}
+    assert names == {"swift_repeat_guard"}

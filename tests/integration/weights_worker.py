@@ -1,7 +1,8 @@
-"""Check the learner's weights on one of several ranks: `torchrun weights_worker.py MODE FOLDER...`, with a
-model in each folder. A failed check ends the process."""
+"""Check the learner's weights on one of several ranks, replicated and sharded: `torchrun weights_worker.py
+FOLDER...`, with a model in each folder. A failed check ends the process."""
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 
@@ -69,10 +70,8 @@ def assert_equal_adapter(model: torch.nn.Module, whole: torch.nn.Module) -> None
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mode, folders = sys.argv[1], map(Path, sys.argv[2:])
-    for folder in folders:
-        for adapter in ADAPTERS:
-            if mode == "fsdp2" and adapter and folder.name == "tied":
-                continue  # accelerate does not see that the two wrapped embeddings are tied, and cannot shard them
-            check(folder, adapter, mode)
+    for mode, folder, adapter in itertools.product(("ddp", "fsdp2"), map(Path, sys.argv[1:]), ADAPTERS):
+        if mode == "fsdp2" and adapter and folder.name == "tied":
+            continue  # accelerate does not see that the two wrapped embeddings are tied, and cannot shard them
+        check(folder, adapter, mode)
     make_accelerator(sharded=False).end_training()

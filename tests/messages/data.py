@@ -56,7 +56,8 @@ def a_chat_record(folder, line):
 
 
 @provoke(
-    *({key: value} for key in ("width", "image_id") for value in ("640", -1, True, None)),
+    *({key: value} for key in ("width", "image_id") for value in ("640", -1, True)),
+    {"width": None},
     *({"bbox": 1}, {"space": "xywh"}, {"image": ""}, {"objects": {}}, {"a\0": 1}, {"meta": "a note"}),
     {"image_id": 2**63},
     {"classes": []},
@@ -153,7 +154,6 @@ def an_image_of_the_size(folder, size):
     ),
     coco([], [{"id": 1, "file_name": "a.png"}]),
     coco([], [{"id": 1, "file_name": "a.png", "width": "64", "height": 48}]),
-    coco([], [{"id": 1, "file_name": "a.png", "width": 0, "height": 48}]),
     coco([], [{"file_name": "a.png"} | SIZES]),
     coco([], [{"id": 1, "file_name": file} | SIZES for file in "ab"]),
     coco([], None, [{"id": 1, "name": name} for name in "ab"]),
@@ -196,7 +196,6 @@ def a_box_of_coco(folder, bbox):
 
 @provoke(
     *({"image_id": 99}, {"image_id": [1]}, {"category_id": 99}, {"category_id": None}),
-    {"id": 1, "bbox": [8, 6, 16, 12]},
 )
 def a_second_annotation_with(folder, changes):
     return describe_import(import_coco(folder, coco([annotation(1), annotation(2) | changes])))

@@ -1,5 +1,6 @@
 """Messages about plans of a launch that cannot be, and about machines that are too small."""
 
+from coordexp.cli.check import data_problems, missing_files
 from coordexp.config import World, load_settings
 from coordexp.launch import preflight
 from coordexp.launch.plan import LaunchOptions, make_plan
@@ -68,7 +69,8 @@ def a_server_here_with_the_address(folder, url):
 def a_config_with(folder, name):
     config = write_config(folder)
     SPOILT[name](folder)
-    problems = preflight.settings_problems(load(config), LaunchOptions("x"))
+    settings = load(config)
+    problems = [*missing_files(settings), *data_problems(settings, []), *preflight.model_problems(settings)]
     return "\n".join(map(str, problems)).replace(f"{folder}-elsewhere", "ELSEWHERE")
 
 
@@ -77,7 +79,7 @@ def gpus_of_so_many_gb_total_and_free(folder, memory):
     return gpu_memory_problems(write_config(folder), *memory)
 
 
-@provoke(0.09, 0.2)
+@provoke(0.09)
 def a_machine_of_1_gb_with_so_many_free(folder, free):
     return machine_memory_problems(write_config(folder), free)
 

@@ -1,15 +1,13 @@
-"""Sockets, files and shared memory of killed processes are removed."""
+"""Processes end with their parent, and the folders of their sockets are removed."""
 
 import os
-import signal
+import select
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from coordexp import child_processes
@@ -17,81 +15,6 @@ from coordexp.errors import EngineError
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(60)
-
-# Makes shared memory and a socket, prints their names, and waits.
-PART = """
-import os, socket, time
-from multiprocessing import shared_memory
-own = shared_memory.SharedMemory(create=True, size=64)
-folder = os.environ["COORDEXP_RUN_FOLDER"]
-socket.socket(socket.AF_UNIX).bind(folder + "/socket")
-print(own.name, folder, os.getpid(), flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.fixture
-def part() -> Iterator[tuple[subprocess.Popen[str], Path, Path, int]]:
-    """A tether, and the segment, the folder and the process id of the part below it."""
-    made = child_processes.make_folder()
-    tether = subprocess.Popen(
-        [sys.executable, "-m", "coordexp.launch.tether", "--", sys.executable, "-c", PART],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(SOURCE), child_processes.RUN_FOLDER: str(made)},
-    )
-    assert tether.stdout is not None and tether.stdin is not None
-    name, folder, pid = tether.stdout.readline().split()
-    yield tether, Path("/dev/shm", name), Path(folder), int(pid)
-    tether.stdin.close()
-    tether.wait(20)
-    tether.stdout.close()
-
-
-def test_a_part_whose_starter_is_gone_leaves_no_sockets_or_memory(part):
-    tether, segment, folder, _ = part
-    assert segment.exists() and (folder / "socket").is_socket()
-    tether.stdin.close()
-    tether.wait(20)
-    assert not segment.exists() and not folder.exists()
-
-
-def test_a_part_that_is_killed_leaves_no_sockets_or_memory(part):
-    tether, segment, folder, pid = part
-    os.kill(pid, signal.SIGKILL)
-    tether.wait(20)
-    assert not segment.exists() and not folder.exists()
-
-
-def test_processes_are_found_by_a_variable_of_their_environment_while_they_live():
-    child = subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"COORDEXP_TEST_MARK": "of this test"},
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-
-    def find(value: str, candidates: list[psutil.Process] | None = None) -> list[int]:
-        return [process.pid for process in child_processes.find_marked("COORDEXP_TEST_MARK", value, candidates)]
-
-    try:
-        assert find("of this test") == [child.pid]
-        assert find("of another") == []
-        assert find("of this test", [psutil.Process()]) == []
-        process = psutil.Process(child.pid)
-        assert child_processes.is_alive(process)
-        process.kill()
-        until = time.monotonic() + 5
-        while child_processes.is_alive(process) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert process.status() == psutil.STATUS_ZOMBIE and find("of this test") == []
-    finally:
-        child.kill()
-        child.communicate()
-
 
 OWNER = """
 import time
@@ -101,25 +24,45 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("is_below_a_tether", [False, True])
-def test_the_folder_of_an_engine_is_removed_when_its_owner_is_killed(tmp_path, is_below_a_tether):
-    above = tmp_path / "run"
-    above.mkdir()
-    variables = {"PYTHONPATH": str(SOURCE), "TMPDIR": str(tmp_path)}
-    variables |= {child_processes.RUN_FOLDER: str(above)} if is_below_a_tether else {}
+def test_the_folder_of_an_engine_is_removed_when_its_owner_is_killed():
+    variables = {"PYTHONPATH": str(SOURCE)}
     words = [sys.executable, "-c", OWNER]
     owner = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | variables)
     assert owner.stdout is not None
     with owner.stdout as shown:
         folder = Path(shown.readline().strip())
-    assert folder.is_dir() and folder.is_relative_to(above) == is_below_a_tether
+    assert folder.is_dir()
     (folder / "socket").touch()
     owner.kill()
     owner.wait()
     until = time.monotonic() + 20
-    while (folder.exists() or (is_below_a_tether and above.exists())) and time.monotonic() < until:
+    while folder.exists() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not folder.exists() and above.exists() != is_below_a_tether
+    assert not folder.exists()
+
+
+CHILD = """
+import os, subprocess, sys, time
+from functools import partial
+from coordexp.child_processes import end_with_parent
+words = ["sh", "-c", "echo $$; exec sleep 600"]
+parent = os.getpid() if sys.argv[1] == "mine" else 1
+subprocess.Popen(words, preexec_fn=partial(end_with_parent, parent), stderr=subprocess.DEVNULL)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("whose", ["mine", "of another"])
+def test_a_tied_process_ends_when_its_parent_is_killed_or_has_ended_before(whose):
+    parent = subprocess.Popen([sys.executable, "-c", CHILD, whose], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as shown:
+        if whose == "mine":
+            int(shown.readline())
+            assert not select.select([shown], [], [], 0.2)[0]
+        parent.kill()
+        parent.wait()
+        assert shown.read() == ""  # the child has closed it, since it has ended
 
 
 def test_a_folder_has_a_name_that_is_short_enough_for_a_socket_of_an_engine_in_it(tmp_path, monkeypatch):

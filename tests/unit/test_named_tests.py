@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,16 @@ def rows(page: str) -> list[list[str]]:
     return [row for k, row in enumerate(cells) if k not in marks and k + 1 not in marks]
 
 
-def is_missing(file: str, name: str) -> bool:
+@cache
+def functions_of(file: str) -> set[str]:
+    """Return the names of the functions in a file, which are none if there is no such file."""
     path = ROOT / file
-    if not path.is_file():
-        return True
-    functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
-    return name not in {function.name for function in functions}
+    tree = ast.parse(path.read_text() if path.is_file() else "")
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def is_missing(file: str, name: str) -> bool:
+    return name not in functions_of(file)
 
 
 @pytest.mark.parametrize("page", [MATRIX, FAULTS], ids=["matrix", "faults"])

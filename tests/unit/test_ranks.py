@@ -9,8 +9,8 @@ import pytest
 
 from coordexp.ranks import gather_texts, max_over_ranks, sum_over_ranks, together
 
+pytestmark = pytest.mark.slow
 WORKER = Path(__file__).parent / "ranks_worker.py"
-
 
 SCENES = ("success", "one_fails", "both_fail", "the_inner_one_fails", "early_failure", "early_failure_between")
 

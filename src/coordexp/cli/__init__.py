@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 from typer.core import TyperGroup
 
 from coordexp.cli import (
@@ -25,7 +26,7 @@ from coordexp.cli import (
     train,
 )
 from coordexp.errors import ConfigError, UserError
-from coordexp.logs import at_level
+from coordexp.logs import logger, show_messages
 
 
 class Commands(TyperGroup):
@@ -39,8 +40,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            with at_level("error"):
-                console.print_config_error(error, console.err)
+            console.log_findings(error.findings)
+            logger.error(console.count_problems(error))
             raise typer.Exit(2) from None
         except BrokenPipeError:  # the reader of the output went away (`coordexp ... | head`): typer ends quietly
             raise
@@ -49,8 +50,7 @@ class Commands(TyperGroup):
             explained = error if is_clear else doctor.explain_torchvision(error)
             if explained is None:
                 raise
-            with at_level("error"):
-                console.err.print(str(explained), markup=False, style="red")
+            logger.error(Text(str(explained), style="red"))
             raise typer.Exit(1) from None
 
 
@@ -115,6 +115,7 @@ def options(
     ] = False,
 ) -> None:
     """Options before the subcommand."""
+    show_messages()
 
 
 def main(arguments: list[str] | None = None, name: str = "coordexp") -> None:

@@ -1,8 +1,7 @@
 """`coordexp check`: check a config, and show the settings that it results in, or write the schema of configs."""
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import JsonOption, out, print_config_error, print_findings, print_json
+from coordexp.cli.console import JsonOption, count_problems, out, print_findings, print_json
 from coordexp.config import ConfigError, KeyPath, Loaded, World, format_path, load_settings
 from coordexp.config.rules import trains_chat
 from coordexp.config.schema import editor_schema
@@ -19,7 +18,7 @@ from coordexp.config.settings import Settings
 from coordexp.errors import DataError, Finding, UserError
 from coordexp.files import MODEL_PATHS, RELATIVE_PATHS, describe_missing, find_model, match_files
 
-FIRST = 100  # records of a file whose kind is checked
+FIRST = 100  # records of a file that are checked
 ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="The YAML file.", show_default=False)]
 SetOption = Annotated[
     list[str] | None,
@@ -77,16 +76,17 @@ def check(
         if as_json:
             print_json(error.file, error.findings, {})
         else:
-            print_config_error(error, out)
+            print_findings(error.findings)
+            out.print(count_problems(error))
         raise typer.Exit(2) from None
     missing = list(missing_files(loaded.settings))
-    findings = [*loaded.notes, *missing, *wrong_kinds(loaded.settings)]
+    findings = [*loaded.notes, *missing, *data_problems(loaded.settings)]
     code = int(strict and any(finding.severity == "warning" for finding in findings))
     if as_json:
         print_json(loaded.files[-1], findings, _describe(loaded))
         raise typer.Exit(code)
     _print_settings(loaded, show_all)
-    print_findings(findings, out)
+    print_findings(findings)
     for line in describe_evaluation(loaded.settings, count_held_out(loaded.settings)):
         out.print(line, markup=False)
     unchecked = (
@@ -206,17 +206,61 @@ def missing_files(settings: Settings) -> Iterator[Finding]:
                 yield Finding("warning", setting, describe_missing(name), RELATIVE_PATHS)
 
 
-def wrong_kinds(settings: Settings) -> Iterator[Finding]:
-    """Yield a warning for each data file that is here and whose first records are not of the kind that its setting
-    needs. A line that cannot be read is left to the doctor."""
-    for setting, names in settings.custom.data_sets.items():
-        for file in filter(Path.is_file, chain.from_iterable(map(match_files, names))):
-            from coordexp.data import find_wrong_kind, read_any_records  # numpy takes a tenth of a second
+def data_problems(settings: Settings, readable: Sequence[Path] | None = None) -> Iterator[Finding]:
+    """Yield a warning for each problem of the first records of the data files that are here. With `readable`, also
+    for an image that is neither in these folders nor in those of data files: rollout servers may not read it."""
+    sets = {
+        setting: list(filter(Path.is_file, chain.from_iterable(map(match_files, names))))
+        for setting, names in settings.custom.data_sets.items()
+    }
+    folders = [*(readable or ()), *(file.parent for files in sets.values() for file in files)]
+    resolved = None if readable is None else [folder.resolve() for folder in folders]
+    for setting, files in sets.items():
+        for file in files:
+            for problem, fix in _record_problems(settings, setting, file, resolved):
+                yield Finding("warning", setting, problem, fix)
 
-            with suppress(DataError):
-                records = [record for _, record in islice(read_any_records(file), FIRST)]
-                if wrong := find_wrong_kind(setting, records, trains_chat(settings)):
-                    yield Finding("warning", setting, f"{file}: {wrong[0]}", wrong[1])
+
+def _record_problems(
+    settings: Settings, setting: str, file: Path, folders: list[Path] | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the first records of a file, and what to do: what cannot be read, records of another
+    kind, polygons that native answers cannot express, and images that are missing or in none of the folders."""
+    from coordexp.data import Record, find_wrong_kind, read_any_records  # numpy takes a tenth of a second
+    from coordexp.data.addresses import is_file, join_address, parse_address
+    from coordexp.data.stores import check_allowed
+
+    try:
+        lines = list(islice(read_any_records(file), FIRST))
+    except DataError as error:
+        yield error.problem, error.fix or f"run `coordexp data doctor {file}`"
+        return
+    if not lines:
+        yield f"{file} has no records", "write one JSON object per line (see `coordexp data import`)"
+    if wrong := find_wrong_kind(setting, [record for _, record in lines], trains_chat(settings)):
+        yield f"{file}: {wrong[0]}", wrong[1]
+    images = [record.image for _, record in lines if record.image is not None]
+    addresses = [(image, parse_address(join_address(file.parent, image))) for image in images]
+    try:
+        for address in {address.location for _, address in addresses if address.is_url}:
+            check_allowed(address)
+    except UserError as error:
+        yield f"{file}: {error.problem}", error.fix
+    missing = [image for image, place in addresses if not place.is_url and not Path(place.location).is_file()]
+    if missing:
+        more = f", nor do {len(missing) - 1} more of the first {len(images)}" if len(missing) > 1 else ""
+        yield f"{file}: {missing[0]} does not exist{more}", "image paths are relative to the folder of the file"
+    for image in filter(is_file, images if folders is not None else ()):
+        target = (file.parent / image).resolve()
+        if not any(map(target.is_relative_to, folders or ())):
+            yield f"{file}: {image} is {target}, which servers may not read", f"add --images {target.parent}"
+            break
+    if settings.custom.answer_format == "native" and setting in settings.custom.train_sets:
+        for line, record in lines:
+            if isinstance(record, Record) and any(item.kind == "poly" for item in record.objects):
+                fix = "set custom.answer_format: coord_tokens, or train on records with bbox_2d in place of poly"
+                yield f"{file}:{line} has a polygon, and native answers only boxes", fix
+                break
 
 
 def _print_headings(path: KeyPath, previous: KeyPath) -> None:

@@ -1,6 +1,7 @@
 """Output of commands: in colour on a terminal, and as plain lines that are never wrapped in a pipe."""
 
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -15,10 +16,11 @@ from rich.text import Text
 
 from coordexp.errors import ConfigError, Finding, UserError, need_packages
 from coordexp.files import is_free
-from coordexp.logs import FORMAT, LogFormat
-from coordexp.tasks import TELL_EVERY_S, describe_progress, remind
+from coordexp.logs import FORMAT, LogFormat, logger, say, writes_records
+from coordexp.tasks import TELL_EVERY_S, describe_progress, ignore, remind
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "yellow"}
+LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "note": logging.INFO}
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 LogOption = Annotated[
     LogFormat | None,
@@ -34,27 +36,37 @@ out = Console(soft_wrap=True, highlight=False)
 err = Console(soft_wrap=True, highlight=False, stderr=True)
 
 
-def print_findings(findings: Sequence[Finding], console: Console) -> None:
-    """Print one block per finding: its severity, its subject and the problem, then the fix and the places."""
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print one block per finding to standard output."""
     for finding in findings:
-        line = Text(finding.severity, style=f"bold {COLOURS[finding.severity]}")
-        line.append(f" {finding.subject}" if finding.subject else "", style="bold").append(": ")
-        line.append(finding.problem, style=COLOURS[finding.severity])
-        line.append(f" ({finding.count:,})" if finding.count > 1 else "")
-        for place in finding.places:
-            line.append("" if place.detail else f"  {place}", style="dim")
-        lines = [line, *([Text(f"  {finding.fix}", style="green")] if finding.fix else [])]
-        for place in finding.places:
-            if place.detail:
-                lines.append(Text(f"  {replace(place, detail=sanitize(place.detail))}", style="dim"))
-        console.print(Text("\n").join(lines))  # in one call, which is one record of a log
+        out.print(format_finding(finding))
 
 
-def print_config_error(error: ConfigError, console: Console) -> None:
-    """Print all findings of a config that cannot be used, and their number."""
-    print_findings(error.findings, console)
+def log_findings(findings: Sequence[Finding]) -> None:
+    """Show one message per finding."""
+    for finding in findings:
+        logger.log(LEVELS[finding.severity], format_finding(finding))
+
+
+def format_finding(finding: Finding) -> Text:
+    """Return the severity of a finding, its subject and the problem, and below them the fix and the places."""
+    line = Text(finding.severity, style=f"bold {COLOURS[finding.severity]}")
+    line.append(f" {finding.subject}" if finding.subject else "", style="bold").append(": ")
+    line.append(finding.problem, style=COLOURS[finding.severity])
+    line.append(f" ({finding.count:,})" if finding.count > 1 else "")
+    for place in finding.places:
+        line.append("" if place.detail else f"  {place}", style="dim")
+    lines = [line, *([Text(f"  {finding.fix}", style="green")] if finding.fix else [])]
+    for place in finding.places:
+        if place.detail:
+            lines.append(Text(f"  {replace(place, detail=sanitize(place.detail))}", style="dim"))
+    return Text("\n").join(lines)
+
+
+def count_problems(error: ConfigError) -> Text:
+    """Return the file of a config that cannot be used, and the number of its problems."""
     count = len(error.findings)
-    console.print(Text(f"{error.file}: {count} problem{'s' if count > 1 else ''}", style="bold red"))
+    return Text(f"{error.file}: {count} problem{'s' if count > 1 else ''}", style="bold red")
 
 
 def print_json(checked: str, findings: Sequence[Finding], details: dict[str, Any]) -> None:
@@ -72,9 +84,9 @@ def print_json(checked: str, findings: Sequence[Finding], details: dict[str, Any
 def progress(message: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner on a terminal; in a log, print the message once. Yield a function that adds a detail to the
     spinner."""
-    if not err.is_terminal:
-        err.print(message)
-        yield _ignore
+    if writes_records() or not err.is_terminal:
+        say(message)
+        yield ignore
         return
     with err.status(message) as status:
 
@@ -99,13 +111,9 @@ def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]
             now = int(display.tasks[0].completed)
             return describe_progress(message, now, total, (now - done) / seconds)
 
-        err.print(message)
-        with remind(partial(err.print, markup=False), describe, TELL_EVERY_S):
+        say(message)
+        with remind(say, describe, TELL_EVERY_S):
             yield advance
-
-
-def _ignore(detail: str) -> None:
-    pass
 
 
 def sanitize(text: str) -> str:

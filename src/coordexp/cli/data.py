@@ -32,7 +32,7 @@ from coordexp.files import find_model
 if TYPE_CHECKING:
     from coordexp.config import Settings
     from coordexp.data.doctor import DataReport
-    from coordexp.data.doctor.examine import CountTokens, ReadImage
+    from coordexp.data.doctor.examine import CountTokens, ReadImage, TokenCount
 
 SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare
@@ -86,15 +86,13 @@ def doctor(
     need_image_reader(images)
     from coordexp.data.doctor import examine
 
-    count_tokens = None if model is None else _make_answer_counter(model)
+    count_tokens = None if model is None else _make_counter(find_model(model), None, file)
     if config is not None:
         need("torch", "transformers", extra="train")
         with progress("loading"):
-            loaded = use_local_model(load_settings(config, overrides=overrides or ()))
-            count_tokens, max_length = (
-                _make_example_counter(loaded.settings, file),
-                loaded.settings.global_max_length,
-            )
+            settings = use_local_model(load_settings(config, overrides=overrides or ())).settings
+            count_tokens = _make_counter(Path(settings.model.path), settings, file)
+            max_length = settings.global_max_length
     with progress(f"reading {file}") as show:
         report = examine(
             file,
@@ -127,18 +125,18 @@ def clean_file(
     from coordexp.data.doctor.clean import clean
 
     with progress(f"reading {file}") as show:
-        report = clean(
+        cleaned, dropped = clean(
             file,
             target,
             look=_image_reader(images),
             notify=lambda share: show(f"{share:.0%}"),
             processes=_processors(),
         )
-    for kind in report.dropped:
-        line = Text("dropped", style="red").append(f" {kind.count:>9,}  {kind.what}  ", style="default")
-        out.print(line.append(sanitize(str(kind.first)), style="dim"))
-    changed = f", {report.changed:,} of them with fewer objects" if report.changed else ""
-    out.print(f"wrote {target}: {report.records:,} records{changed}, {report.objects:,} objects", markup=False)
+    for kind in dropped:
+        line = Text("dropped", style="red").append(f" {kind.count:>9,}  {kind.problem}  ", style="default")
+        out.print(line.append(sanitize(str(kind.places[0])), style="dim"))
+    changed = f", {cleaned.changed:,} of them with fewer objects" if cleaned.changed else ""
+    out.print(f"wrote {target}: {cleaned.records:,} records{changed}, {cleaned.objects:,} objects", markup=False)
 
 
 @app.command("split")
@@ -221,24 +219,20 @@ def view(
     out.print(f"wrote {target}: {scope}", markup=False)
 
 
-def _make_answer_counter(folder: Path) -> "CountTokens":
-    """Return a function that counts the tokens of answers with the tokenizer in `folder`."""
+def _make_counter(folder: Path, settings: "Settings | None", file: Path) -> "CountTokens":
+    """Return a function that counts the tokens of answers with the tokenizer in `folder`. With the settings of a
+    run, it counts whole examples, as the run makes them of the records of the file: with the prompts of its data
+    set, if that has its own."""
     from coordexp.answers.formats import load_format
     from coordexp.rollout.lengths import ExampleCounter
 
-    return ExampleCounter(load_format(find_model(folder)))
-
-
-def _make_example_counter(settings: "Settings", file: Path) -> "CountTokens":
-    """Return a function that counts the tokens of whole examples, as the run of these settings makes them of the
-    records of a file. They have the prompts of its data set, if it has its own."""
-    from coordexp.answers.formats import load_format
+    if settings is None:
+        return ExampleCounter(load_format(folder))
     from coordexp.data import Questions
     from coordexp.files import match_files
-    from coordexp.rollout.lengths import ExampleCounter
-    from coordexp.rollout.prompt import PromptBuilder, load_processor
+    from coordexp.rollout.prompt import PromptBuilder, load_processor  # these import torch
 
-    folder, custom = Path(settings.model.path), settings.custom
+    custom = settings.custom
     own = [
         data
         for data, names in zip(custom.train_data, custom.train_sets.values(), strict=False)
@@ -252,17 +246,16 @@ def _make_example_counter(settings: "Settings", file: Path) -> "CountTokens":
 
 def _describe_data(report: "DataReport") -> dict[str, Any]:
     """Return the statistics of the file, for `--json`."""
+    facts = report.facts
     return {
-        "records": report.records,
-        "questions": report.questions,
-        "objects": report.objects,
-        "classes": dict(report.classes.counts.most_common()),
-        "objects_of_uncounted_classes": report.classes.uncounted,
+        "records": facts.records,
+        "questions": facts.questions,
+        "objects": facts.objects,
+        "classes": dict(facts.classes.most_common()),
+        "objects_of_uncounted_classes": facts.uncounted,
         "sides_in_bins": {
-            "median": report.sizes.median,
-            "histogram": [
-                {"from": low, "below": high, "objects": count} for low, high, count in report.sizes.histogram
-            ],
+            "median": report.median_side,
+            "histogram": [{"from": low, "below": high, "objects": count} for low, high, count in report.histogram],
         },
         "tokens": report.tokens and asdict(report.tokens),
         "example_tokens": report.examples and asdict(report.examples),
@@ -270,47 +263,35 @@ def _describe_data(report: "DataReport") -> dict[str, Any]:
 
 
 def _print_report(report: "DataReport", max_length: int | None) -> None:
-    print_findings(report.findings, out)
-    _print_classes(report)
-    _print_sizes(report)
-    if report.tokens:
-        tokens = report.tokens
-        per_object = f"; {tokens.per_object:.1f} per object" if report.objects else ""
+    facts, classes = report.facts, report.facts.classes
+    print_findings(report.findings)
+    if classes:
+        rare = sum(count < RARE for count in classes.values())
+        more = f", {facts.uncounted:,} objects of other classes" if facts.uncounted else ""
+        out.print(Text(f"classes: {len(classes):,}, {rare:,} of them with fewer than {RARE} objects{more}"))
+        _print_bars([(sanitize(desc), count) for desc, count in classes.most_common(SHOWN_CLASSES)], facts.objects)
+    if report.median_side is not None:
+        out.print(f"sides of objects, in bins: median {report.median_side}")
+        _print_bars([(f"{low} to {high - 1}", count) for low, high, count in report.histogram], facts.objects)
+    if tokens := report.tokens:
+        per_object = f"; {tokens.per_object:.1f} per object" if facts.objects else ""
         more = "" if report.examples else " (image and prompt come on top: --config counts them)"
-        out.print(
-            f"tokens per answer: median {tokens.median:,}, 95 % up to {tokens.p95:,}, "
-            f"longest {tokens.longest:,}{per_object}{more}"
-        )
+        out.print(f"tokens per answer: {_format_lengths(tokens)}{per_object}{more}")
     if examples := report.examples:
-        out.print(
-            f"tokens per example, with prompt and image: median {examples.median:,}, 95 % up to {examples.p95:,}, "
-            f"longest {examples.longest:,}{f'; global_max_length is {max_length:,}' if max_length else ''}"
-        )
+        more = f"; global_max_length is {max_length:,}" if max_length else ""
+        out.print(f"tokens per example, with prompt and image: {_format_lengths(examples)}{more}")
     warnings = sum(finding.severity == "warning" for finding in report.findings)
     errors = len(report.findings) - warnings
-    questions = f" ({report.questions:,} of them questions)" if report.questions else ""
-    contents = f"{report.records:,} records{questions}, {report.objects:,} objects"
+    questions = f" ({facts.questions:,} of them questions)" if facts.questions else ""
+    contents = f"{facts.records:,} records{questions}, {facts.objects:,} objects"
     verdict = Text(f"{report.file}: {contents}: ", style="bold")
     verdict.append(_count_kinds(errors, "error"), style="red" if errors else "green")
     verdict.append(", ").append(_count_kinds(warnings, "warning"), style="yellow" if warnings else "green")
     out.print(verdict)
 
 
-def _print_classes(report: "DataReport") -> None:
-    counts = report.classes.counts
-    if not counts:
-        return
-    rare = sum(count < RARE for count in counts.values())
-    more = f", {report.classes.uncounted:,} objects of other classes" if report.classes.uncounted else ""
-    out.print(Text(f"classes: {len(counts):,}, {rare:,} of them with fewer than {RARE} objects{more}"))
-    _print_bars([(sanitize(desc), count) for desc, count in counts.most_common(SHOWN_CLASSES)], report.objects)
-
-
-def _print_sizes(report: "DataReport") -> None:
-    if report.sizes.median is not None:
-        out.print(f"sides of objects, in bins: median {report.sizes.median}")
-        rows = [(f"{low} to {high - 1}", count) for low, high, count in report.sizes.histogram]
-        _print_bars(rows, report.objects)
+def _format_lengths(tokens: "TokenCount") -> str:
+    return f"median {tokens.median:,}, 95 % up to {tokens.p95:,}, longest {tokens.longest:,}"
 
 
 def _print_bars(rows: list[tuple[str, int]], total: int) -> None:

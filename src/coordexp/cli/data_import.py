@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from coordexp.cli.console import (
-    need,
-    need_new_file,
-    out,
-    progress,
-    refuse_without_effect,
-    sanitize,
-    shorten,
-)
+from coordexp.cli.console import need, need_new_file, out, progress, refuse_without_effect, sanitize, shorten
 from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
 

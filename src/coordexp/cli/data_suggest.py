@@ -42,8 +42,7 @@ def suggest(
         bool, typer.Option("--new-classes", help="Also suggest classes that no label of the data has.")
     ] = False,
     ignore_exhaustive: Annotated[
-        bool,
-        typer.Option("--ignore-exhaustive", help="Also suggest classes that a record lists as `exhaustive`."),
+        bool, typer.Option("--ignore-exhaustive", help="Also suggest classes that a record lists as `exhaustive`.")
     ] = False,
     page_limit: Annotated[int, typer.Option(min=1, help="Suggestions on the page, the best ones.")] = 5000,
     images: Annotated[
@@ -83,14 +82,15 @@ def suggest(
     assert preds is not None
     from coordexp.data import RecordFile
     from coordexp.detect.suggestions import SuggestionRules, suggest_labels, write_suggestions
-    from coordexp.evaluate import read_checked_predictions
+    from coordexp.evaluate import read_predictions, read_truth
     from coordexp.evaluate.predictions import read_samples
     from coordexp.pages.document import save_page
     from coordexp.pages.suggestions import render_suggestions
 
     with progress(f"reading {preds}"):
         records = RecordFile(data, partial(err.print, markup=False))
-        truth, answers = read_checked_predictions(preds, records)
+        truth = read_truth(records)
+        answers = read_predictions(preds, truth)
         sampled = read_samples(preds, samples, [answer.image_id for answer in answers]) if samples else []
     with progress("comparing predictions with labels"):
         rules = SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive)

@@ -151,4 +151,4 @@ def print_outcomes(outcomes: Sequence[CheckOutcome], checked: str, as_json: bool
     for outcome in outcomes:
         table.add_row(outcome.check, Text(outcome.measured), Text(outcome.state, style=COLOURS[outcome.state]))
     (out if out.is_terminal else Console(width=WIDEST)).print(table)
-    print_findings(findings, out)
+    print_findings(findings)

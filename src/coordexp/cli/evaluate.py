@@ -88,13 +88,13 @@ def _evaluate_answers(
     data: Path, preds: Path, scores: ScoreMode, seed: int, answered_only: bool, samples: int | None
 ) -> "tuple[EvaluationReport, SamplesReport | None]":
     from coordexp.data import RecordFile
-    from coordexp.evaluate import evaluate, read_checked_predictions, replace_scores
+    from coordexp.evaluate import evaluate, read_predictions, read_truth, replace_scores
     from coordexp.evaluate.predictions import read_samples
     from coordexp.evaluate.samples import evaluate_samples
 
     with progress(f"reading {preds}"):
-        records = RecordFile(data, partial(err.print, markup=False))
-        truth, answers = read_checked_predictions(preds, records)
+        truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
+        answers = read_predictions(preds, truth)
         answered = {answer.image_id for answer in answers}
         evaluated = [(id, record) for id, record in truth if id in answered] if answered_only else truth
         if not evaluated:

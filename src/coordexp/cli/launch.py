@@ -5,7 +5,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -13,24 +13,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from coordexp.cli.check import ConfigOption, SetOption, use_local_model
-from coordexp.cli.console import (
-    LogOption,
-    err,
-    need,
-    out,
-    print_config_error,
-    print_findings,
-    print_json,
-    progress,
-)
+from coordexp.cli.check import ConfigOption, SetOption, data_problems, missing_files, use_local_model
+from coordexp.cli.console import LogOption, count_problems, log_findings, need, out, print_json, progress
 from coordexp.config import ConfigError, Loaded, World, load_settings
+from coordexp.config.rules import uses_vllm
 from coordexp.errors import Finding, UserError
 from coordexp.launch.plan import LaunchOptions, Plan, make_plan, number_of_learners, option_problems, plan_problems
-from coordexp.logs import LogFormat, get_target, start_log
+from coordexp.logs import LogFormat, logger, start_log
+from coordexp.rollout import check_vllm
 
 if TYPE_CHECKING:
-    from coordexp.launch.preflight import MemoryNeed
+    from coordexp.launch.preflight import Needs
 
 
 def launch(
@@ -122,18 +115,17 @@ def launch(
     if plan is None or any(finding.severity == "error" for finding in findings):
         _refuse(options, findings, 2 if plan is None else 1, as_json)
     if as_json:
-        memory = {item.part: round(item.bytes) for item in needs}
-        likely = {item.part: round(item.likely) for item in needs}
-        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory, "likely_memory": likely})
+        memory = {part: round(sum(parts.values())) for part, parts in needs.items()}
+        print_json(options.config, findings, {"plan": asdict(plan), "memory": memory})
         return
-    print_findings(findings, err)
+    log_findings(findings)
     if check_only:
         _print_plan(plan, needs)
         return
     raise typer.Exit(_run(plan, start_timeout, grace, log_format))
 
 
-def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["MemoryNeed"], list[Finding]]:
+def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, "Needs", list[Finding]]:
     """Return the plan, unless the config and the command line rule one out, the memory that it needs, and all
     findings about the plan and the machine."""
     from coordexp.launch import preflight
@@ -143,12 +135,21 @@ def _check(loaded: Loaded, options: LaunchOptions) -> tuple[Plan | None, list["M
     problems = plan_problems(settings, options)
     plan = None if problems else make_plan(settings, options)
     devices = None if options.cpu else preflight.find_gpus()
-    findings += [*problems, *preflight.engine_problems(settings, options)]
-    findings += preflight.settings_problems(settings, options)
+    findings += problems
+    if options.start_servers and uses_vllm(settings, "server"):
+        try:
+            check_vllm(settings.backend_setting)
+        except UserError as error:
+            findings.append(Finding("error", "vllm", error.problem, error.fix))
+    missing = list(missing_files(settings))
+    files = [*missing, *data_problems(settings, [Path(folder) for folder in options.images])]
+    findings += [replace(finding, severity="error") for finding in files]
+    if not any(finding.subject == "model.path" for finding in missing):
+        findings += preflight.model_problems(settings)
     findings += preflight.port_problems(settings, options)
     if devices is not None:
         findings += preflight.gpu_problems(options, devices)
-    needs: list[MemoryNeed] = []
+    needs: Needs = {}
     if plan is not None:
         needs, problems = preflight.memory_problems(plan, settings, devices)
         findings += problems
@@ -160,9 +161,9 @@ def _refuse(options: LaunchOptions, findings: Sequence[Finding], code: int, as_j
         print_json(options.config, findings, {})
     else:
         errors = [finding for finding in findings if finding.severity == "error"]
-        print_findings([finding for finding in findings if finding.severity != "error"], err)
-        print_config_error(ConfigError(errors, options.config), err)
-        err.print("nothing was started")
+        log_findings([*(finding for finding in findings if finding.severity != "error"), *errors])
+        logger.error(count_problems(ConfigError(errors, options.config)))
+        logger.error("nothing was started")
     raise typer.Exit(code)
 
 
@@ -172,7 +173,7 @@ def _run(plan: Plan, start_timeout: float, grace: float, log_format: LogFormat |
     from coordexp.servers.protocol import TOKEN
 
     token, secret = os.environ.get(TOKEN), f"${TOKEN}"
-    log = Log(get_target(sys.stdout), (*(server.name for server in plan.servers), plan.learner.name), log_format)
+    log = Log(sys.stdout, (*(server.name for server in plan.servers), plan.learner.name), log_format)
     if token is None and len(plan.local_servers) == len(plan.servers):
         token = secrets.token_urlsafe(32)
         secret = f"$(cat {share_token(token)})"
@@ -196,13 +197,14 @@ def describe_metrics(plan: Plan, secret: str | None) -> str:
     return f"metrics of {plan.servers[0].name}{others}: curl {header}{plan.servers[0].base_url}/metrics"
 
 
-def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
+def _print_plan(plan: Plan, needs: "Needs") -> None:
     from coordexp.launch.memory import format_bytes
+    from coordexp.launch.preflight import describe_need
 
     table = Table()
     for column in ("part", "devices", "world", "address", "weights", "memory"):
         table.add_column(column, no_wrap=column != "devices", justify="right" if column == "memory" else "left")
-    memory = {item.part: format_bytes(item.bytes) for item in needs}
+    memory = {name: format_bytes(sum(parts.values())) for name, parts in needs.items()}
     for server in plan.servers:
         size = "unknown" if server.world_size is None else str(server.world_size)
         where = _devices(server.part.gpus) if server.part else "elsewhere"
@@ -211,8 +213,8 @@ def _print_plan(plan: Plan, needs: list["MemoryNeed"]) -> None:
     learner = plan.learner
     table.add_row("learner", _devices(learner.gpus), str(plan.learners), "", "", memory.get("learner", ""))
     out.print(table)
-    for item in needs:
-        out.print(Text(f"{item}; likely {format_bytes(item.likely)} with everything else, on each device"))
+    for name, parts in needs.items():
+        out.print(Text(f"{describe_need(name, parts)}, on each device"))
     for part in (*(server.part for server in plan.local_servers if server.part), learner):
         devices = f"CUDA_VISIBLE_DEVICES={part.env.get('CUDA_VISIBLE_DEVICES', '')}"
         out.print(Text(f"{part.name}: {devices} {shlex.join(part.command)}", style="dim"))

@@ -15,16 +15,12 @@ from coordexp.config.settings import AnswerFormatName
 from coordexp.detect.answering import (
     Answering,
     AnswerOptions,
+    AskedModel,
     Backend,
-    Generator,
-    check_model_folder,
-    count_longest_prompt,
     find_untrained_request,
-    read_questions,
-    start_backend,
+    find_whole_model,
 )
 from coordexp.errors import UserError
-from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.detect.predicting import Source, UnfinishedPredictions
@@ -115,8 +111,7 @@ def predict(
     need("torch", "transformers", *(("httpx",) if server else ()), extra="train")
     if backend == "vllm":
         need("vllm", extra="vllm")
-    model = find_model(model)
-    check_model_folder(model)
+    model = find_whole_model(model)
     sources = [*(images or ()), *(more_images or ())]
     source = _read_records(data) if data else _read_images(sources, names, expression, prompt)
     selected = source.images[:limit]
@@ -125,49 +120,47 @@ def predict(
     with progress("loading"):
         from transformers.utils import logging
 
-        from coordexp.answers.formats import load_format
+        from coordexp.data.addresses import join_address
+        from coordexp.data.stores import read_ahead
         from coordexp.detect.predicting import UnfinishedPredictions, identify
-        from coordexp.rollout.prompt import PromptBuilder, load_processor
 
-        answer_as = load_format(model, answer_format)
         if not err.is_terminal:
             logging.disable_progress_bar()
-        questions = read_questions(model, prompt, answer_as.name)
-        options.check_format(answer_as.name, _to_option)
-        request = identify(model, source, questions, options, server, answer_as.name)
-        unfinished = UnfinishedPredictions(to, request)
+        asked = AskedModel.load(model, answer_format, prompt)
+        options.check_format(asked.answer_format.name, _to_option)
+        unfinished = UnfinishedPredictions(to, identify(asked, source, options, server))
         answers = _begin(unfinished, source, len(selected), batch, options, resume)
-        prompts = PromptBuilder(load_processor(model), questions.of_run)
-        generator: Generator
         if server is None:
-            asked = {(record.width, record.height, questions.ask(record)) for _, record in selected}
-            longest = count_longest_prompt(prompts, asked) + max_new_tokens
-            generator = start_backend(
-                backend or "hf", model, prompts, answer_as.table, batch=batch, max_length=longest
-            )
+            longest = asked.count_longest_prompt(record for _, record in selected) + max_new_tokens
+            generator = asked.start(backend or "hf", batch, longest)
         else:
-            from coordexp.detect.chat_server import ChatServerBackend
-
-            key = os.environ.get(API_KEY)
-            generator = ChatServerBackend(
-                server, prompts, answer_as.table, batch=batch, api_key=key, served_model=served_model
-            )
+            generator = asked.connect(server, batch, os.environ.get(API_KEY), served_model)
     signal.signal(signal.SIGTERM, _interrupt)
-    answering = Answering(source.folder, questions, answer_as, generator, options, _warn)
+    answering = Answering(asked, generator, options)
+    answered = len(answers) // options.answers_per_image
     try:
-        with bar("answering", len(selected), len(answers) // options.answers_per_image) as advance:
-            unfinished.answer(answers, selected, answering, batch, advance)
+        with bar("answering", len(selected), answered) as advance:
+            while answered < len(selected):
+                of_batch = selected[answered : answered + batch]
+                soon = selected[answered : answered + 2 * batch]  # the next batch is read during this one
+                read_ahead(join_address(source.folder, record.image) for _, record in soon)
+                new = answering.answer_batch(of_batch, source.folder, _warn)
+                unfinished.add(new)
+                answers += new
+                answered += len(of_batch)
+                for _ in of_batch:
+                    advance()
     except KeyboardInterrupt as interruption:
         err.print(
-            f"interrupted after {len(answers) // options.answers_per_image} of {len(selected)} images; their "
-            f"answers are in {unfinished.path}\n  the same command with --resume continues from there",
+            f"interrupted after {answered} of {len(selected)} images; their answers are in {unfinished.path}\n"
+            "  the same command with --resume continues from there",
             markup=False,
         )
         raise typer.Exit(143 if interruption.args else 130) from None
     finally:
         generator.close()
     greedy = _write(to, source, selected, answers, options)
-    unfinished.remove()
+    unfinished.path.unlink()
     if draw is not None:
         _draw(draw, source.folder, selected, greedy)
     if page is not None:

@@ -107,8 +107,6 @@ def report(
 def _print_report(
     groups: "Sequence[RunGroup]", result: "ComparisonResult | str", examples: "Sequence[RunExamples]"
 ) -> None:
-    from coordexp.pages.report import inspect_command
-
     for group in groups:
         count = len(group.runs)
         plural = "s" if count > 1 else ""
@@ -125,28 +123,25 @@ def _print_report(
         for note in result.notes:
             err.print(sanitize(note), markup=False, style="yellow")
         out.print()
-    if missing := [run for run in examples if run.steps and not run.page]:
-        out.print(f"dumped examples without a page: `{inspect_command(missing)}` makes it", markup=False)
+    for run in examples:
+        if run.page is None:
+            out.print(sanitize(f"dumped examples without a page: `{run.command}` makes it"), markup=False)
 
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:
     """A row is bold if it has intervals and none of them contains 0."""
-    from coordexp.pages.comparison import describe_interval
     from coordexp.pages.report import EVALUATED
 
-    by_name = {row.name: row for row in comparison.rows}
-    rows = [by_name[name] for name in SHOWN if name in by_name]
     seeds = comparison.has_seed_intervals
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     letters = (comparison.base.letter, comparison.other.letter)
     heads = [f"{images} images", *letters, "difference", "95 % over images"]
     for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else []), "same sign"]):
         table.add_column(head, justify="right" if k else "left", no_wrap=True)
-    for row in rows:
-        cells = [f"{row.base:.4f}", f"{row.other:.4f}", f"{row.value:+.4f}", describe_interval(row.image_interval)]
-        cells += [describe_interval(row.seed_interval)] if seeds else []
-        cells.append("-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %")
-        table.add_row(Text(EVALUATED[row.name][0]), *cells, style="bold" if row.is_clear else "")
+    for row in comparison.rows:
+        if row.name in SHOWN:
+            title = Text(EVALUATED[row.name][0])
+            table.add_row(title, *row.describe(seeds), style="bold" if row.is_clear else "")
     return table
 
 
@@ -178,28 +173,24 @@ def inspect(
 
     The page needs no server and loads nothing. With --serve, it and the report are served on 127.0.0.1 instead.
     """
-    need("PIL", extra="evaluate")
-    if serve:
-        if target is not None:
-            raise UserError("--out and --serve cannot be combined", "leave one of them out")
-        _serve(run, samples, PORT if port is None else port)
-        return
-    if port is not None:
-        raise UserError("--port needs --serve", "add --serve, or leave --port out")
-    _write(run, target, samples)
-
-
-def _write(folder: Path, target: Path | None, samples: int) -> None:
     from coordexp.pages.document import save_page
     from coordexp.pages.rollouts import make_inspector_page
     from coordexp.pages.run_folder import INSPECTOR, REPORT, read_run
 
-    target = target or folder / INSPECTOR
+    need("PIL", extra="evaluate")
+    if serve and target is not None:
+        raise UserError("--out and --serve cannot be combined", "leave one of them out")
+    if port is not None and not serve:
+        raise UserError("--port needs --serve", "add --serve, or leave --port out")
+    target = target or run / INSPECTOR
     need_page(target)
-    run = read_run(folder)
+    logged = read_run(run)  # so that a wrong folder is reported before a server starts
+    if serve:
+        _serve(run, samples, PORT if port is None else port)
+        return
     report = REPORT if (target.parent / REPORT).is_file() else None
-    with progress(f"reading {folder}"):
-        page = make_inspector_page(run, samples, report=report)
+    with progress(f"reading {run}"):
+        page = make_inspector_page(logged, samples, report=report)
     save_page(target, page.html)
     if page.remarks:
         err.print(f"{len(page.remarks)} of {page.held} have no image, e.g. {page.remarks[0]}", markup=False)
@@ -209,12 +200,10 @@ def _write(folder: Path, target: Path | None, samples: int) -> None:
 
 
 def _serve(folder: Path, samples: int, port: int) -> None:
-    from coordexp.pages.live import HOST, listen, make_live_pages
-    from coordexp.pages.run_folder import read_run
+    from coordexp.pages.live import HOST, listen
 
-    read_run(folder)  # so that a wrong folder is reported before the server starts
     with explain(OSError, f"cannot listen on {HOST}:{port}", "give another --port, or 0 for a free one"):
-        server = listen(make_live_pages(folder, samples), port)
+        server = listen(folder, samples, port)
     with server:
         out.print(f"{folder} at http://{HOST}:{server.server_port}/  (Ctrl-C ends it)", markup=False)
         try:

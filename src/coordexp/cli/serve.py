@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 import typer
 
 from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local_model
-from coordexp.cli.console import LogOption, err, need, progress
+from coordexp.cli.console import LogOption, need, progress
 from coordexp.config import Settings, load_settings
 from coordexp.config.rollout import TOKEN, is_loopback_host
 from coordexp.config.rules import uses_vllm
 from coordexp.errors import UserError, explain_value_errors
 from coordexp.files import find_data_files
 from coordexp.launch.plan import is_loopback
-from coordexp.logs import start_log
+from coordexp.logs import adopt_transformers, say, start_log
 from coordexp.rollout import check_vllm
 
 LOOPBACK = "127.0.0.1"
@@ -69,14 +69,15 @@ def _serve(settings: Settings, index: int, address: str, port: int, images: tupl
         listening = listen(address, port)  # before the imports below, which take long
 
         from coordexp.servers.app import serve
-        from coordexp.servers.swift_servers import check_guard_environment
+        from coordexp.servers.swift import check_guard_environment
 
         check_guard_environment(rollout.repeat_terminate)
+        adopt_transformers()
 
     host = f"[{address}]" if ":" in address else address
 
     def announce(world_size: int) -> None:
-        err.print(f"rollout server {index} ready at http://{host}:{port} (world size {world_size})", markup=False)
+        say(f"rollout server {index} ready at http://{host}:{port} (world size {world_size})")
 
     serve(settings.model, rollout, listening, images, announce)
 

@@ -2,12 +2,12 @@
 
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from coordexp.child_processes import end_with_parent
 from coordexp.cli.check import (
     ConfigOption,
     SetOption,
@@ -16,12 +16,12 @@ from coordexp.cli.check import (
     missing_files,
     use_local_model,
 )
-from coordexp.cli.console import LogOption, err, need, out, print_findings, progress
+from coordexp.cli.console import LogOption, log_findings, need, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
 from coordexp.config.training import Training
 from coordexp.errors import DataError, UserError, explain, explain_value_errors, need_packages
-from coordexp.logs import start_log
+from coordexp.logs import adopt_transformers, say, start_log
 from coordexp.rollout import check_vllm
 from coordexp.train.checkpoints import choose_checkpoint, hold_folder
 
@@ -47,6 +47,8 @@ def train(
     that are not finite.
     """
     start_log(log_format)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun, which cannot end its ranks if it is killed
+        end_with_parent(os.getppid())
     loaded = load_settings(config, World(world_size), overrides or ())
     settings = loaded.settings
     need("torch", "transformers", "peft", "httpx", extra="train")
@@ -55,26 +57,26 @@ def train(
     if uses_vllm(settings, "colocate"):
         check_vllm(settings.backend_setting)
     is_first = os.environ.get("RANK", "0") == "0"
-    print_findings(loaded.notes if is_first else (), err)
+    log_findings(loaded.notes if is_first else ())
     loaded = use_local_model(loaded)
     settings = loaded.settings
     for missing in missing_files(settings):  # before anything heavy is imported
         raise DataError(f"{missing.subject}: {missing.problem}", missing.fix)
-    folder, notify = Path(settings.training.output_dir), partial(err.print, markup=False)
+    folder = Path(settings.training.output_dir)
     for line in describe_evaluation(settings, count_held_out(settings)) if is_first else ():
-        notify(line)
+        say(line)
     _make_folder(folder)
-    with hold_folder(folder, notify) if is_first else nullcontext():
-        checkpoint = choose_checkpoint(folder, resume, notify) if is_first else None
+    with hold_folder(folder, say) if is_first else nullcontext():
+        checkpoint = choose_checkpoint(folder, resume, say) if is_first else None
         _check_device(settings.training)
         with progress("loading"):
             prepared = _prepare(loaded, checkpoint)
         if resume and is_first:
             start = f"resuming from {checkpoint}"
-            out.print(start if checkpoint else f"no checkpoint in {folder}: from the beginning")
+            say(start if checkpoint else f"no checkpoint in {folder}: from the beginning")
         outcome = _run(prepared)
     if is_first:
-        out.print(f"{_describe_end(outcome)}; see {outcome.folder}")
+        say(f"{_describe_end(outcome)}; see {outcome.folder}")
     if outcome.stopped_by:
         from coordexp.train.stopping import exit_code
 
@@ -106,6 +108,7 @@ def _check_device(training: Training) -> None:
 def _prepare(loaded: Loaded, checkpoint: Path | None) -> "PreparedRun":
     from coordexp.train.run import prepare
 
+    adopt_transformers()
     with explain_value_errors():
         return prepare(loaded, checkpoint)
 

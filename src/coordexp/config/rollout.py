@@ -31,7 +31,7 @@ ENGINE_STEP_TOKENS = 8192  # that an engine on GPUs computes in one step, as vLL
 TOKEN = "COORDEXP_SERVER_TOKEN"  # noqa: S105 - the environment variable of learner and server
 
 
-def _check_base_url(value: str) -> str:
+def check_base_url(value: str) -> str:
     """Return the URL without a trailing slash. Raise ValueError if it is not a plain HTTP address."""
     if "@" in value:  # Checked first, before a message can quote the password.
         raise ValueError(
@@ -57,7 +57,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 DecodeMode = Literal["greedy", "sampling", "beam"]
-BaseUrl = Annotated[str, AfterValidator(_check_base_url)]
+BaseUrl = Annotated[str, AfterValidator(check_base_url)]
 
 
 class Decoding(SettingsSection):

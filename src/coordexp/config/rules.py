@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from coordexp.config.legacy import EXAMPLE
 from coordexp.config.rollout import capacity_shortage
-from coordexp.config.sections import ADDED_OBJECTIVES, DIAGNOSTICS, OBJECTIVES, Module
+from coordexp.config.sections import ADDED_OBJECTIVES, Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.config.yaml_tree import Error
 from coordexp.errors import Finding
@@ -27,15 +27,6 @@ class World:
 
 Conflicts = Iterator[Finding]
 ANSWER_FORMAT = "custom.answer_format"
-COORD_MODULES = ("coord_reg", "bbox_geo", "coord_diag")  # they read distributions over coordinate tokens
-# The weights that supervise a part of an answer. The others bound, or end, what these teach.
-TEACHING = {
-    "token_ce": ("struct_ce_weight", "desc_ce_weight"),
-    "coord_reg": ("coord_ce_weight", "soft_ce_weight", "w1_weight"),
-    "bbox_geo": ("smoothl1_weight", "ciou_weight"),
-    "number_ce": ("ce_weight",),
-    "chat_ce": ("answer_ce_weight",),
-}
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 DECODE_MODE = "rollout_matching.decode_mode"
 MODE = "rollout_matching.vllm.mode"
@@ -66,20 +57,26 @@ def idle_reason(module: Module, s: Settings) -> str | None:
     weights = [value for name, value in module.config if name.endswith("_weight")]
     if not module.enabled:
         return "disabled"
-    if module.name == "chat_ce" and "A" not in module.channels:
-        return "inactive: chat records are on channel A, and it runs on channel B"
-    if module.name != "chat_ce" and not s.channels & set(module.channels):
+    if not running_channels(module, s):
         own, others = ", ".join(module.channels), ", ".join(sorted(s.channels))
-        return f"inactive: it runs on channel {own}, and this run on {others}"
-    if module.name in OBJECTIVES and (module.weight == 0 or not any(weights)):
+        subject = "chat records are on A" if module.config.trains_chat else f"this run on {others}"
+        return f"inactive: it runs on channel {own}, and {subject}"
+    if not module.config.is_diagnostic and (module.weight == 0 or not any(weights)):
         return "without effect: its weight is 0"
     return None
+
+
+def running_channels(module: Module, s: Settings) -> frozenset[Channel]:
+    """Return the channels on which a module has something to do. Chat records are on channel A also in a run whose
+    other samples are all on channel B."""
+    channels = frozenset[Channel]({"A"}) if module.config.trains_chat else s.channels
+    return channels & frozenset(module.channels)
 
 
 def trains_chat(s: Settings) -> bool:
     """Return whether the objective of the run trains on chat records."""
     modules = s.pipeline.objective if s.pipeline is not None else ()
-    return any(module.name == "chat_ce" and not idle_reason(module, s) for module in modules)
+    return any(module.config.trains_chat and not idle_reason(module, s) for module in modules)
 
 
 def find_conflicts(settings: Settings, world: World) -> Conflicts:
@@ -112,7 +109,7 @@ def _check_modules(s: Settings, world: World) -> Conflicts:
             names: list[str] = []
             for index, module in enumerate(getattr(pipeline, part)):
                 here = f"{section}.pipeline.{part}[{index}]"
-                right = "diagnostics" if module.name in DIAGNOSTICS else "objective"
+                right = "diagnostics" if module.config.is_diagnostic else "objective"
                 if right != part:
                     problem = f"{module.name} does not belong in this list"
                     yield Error(f"{here}.name", problem, f"move the entry to {right}")
@@ -132,15 +129,14 @@ def _check_objective(s: Settings, world: World) -> Conflicts:
     if s.pipeline is None:
         return
     path, modules = f"{s.pipeline_path}.objective", s.pipeline.objective
-    active = [module for module in modules if module.name in OBJECTIVES and not idle_reason(module, s)]
-    weights = {(module.name, name) for module in active for name, value in module.config if value}
-    is_taught = any((module, name) in weights for module, names in TEACHING.items() for name in names)
+    active = [module for module in modules if not module.config.is_diagnostic and not idle_reason(module, s)]
+    is_taught = any(getattr(module.config, name) for module in active for name in module.config.teaching)
     has_added = any(module.name in ADDED_OBJECTIVES for module in active)
     if all(idle_reason(module, s) for module in modules):
         reasons = "; ".join(f"{module.name} is {idle_reason(module, s)}" for module in modules)
         fix = "enable at least one module with a weight above 0 on a channel of this run"
         yield Error(path, f"nothing would be trained: {reasons}", fix)
-    elif active and not is_taught and not (has_added and any(module.name in TEACHING for module in modules)):
+    elif active and not is_taught and not (has_added and any(module.config.teaching for module in modules)):
         names = ", ".join(module.name for module in active)
         fix = "declare token_ce and coord_reg too (configs/stage1.yaml shows them)"
         if has_added:
@@ -149,10 +145,10 @@ def _check_objective(s: Settings, world: World) -> Conflicts:
         yield Error(path, problem, fix)
     duplicates = "rollout_matching.correction.duplicates"
     is_asked_for = "B" in s.channels and s.rollout_matching.correction.duplicates == "unlikelihood"
-    if is_asked_for and not any(module.name == "duplicate_ul" and "B" in module.channels for module in active):
+    if is_asked_for and not any(module.config.reads_unlikely and "B" in module.channels for module in active):
         fix = f"declare duplicate_ul with a weight above 0 on channel B in {path}, or set duplicates: remove"
         yield Error(duplicates, "unlikelihood needs the module duplicate_ul, and no active one is declared", fix)
-    if not is_asked_for and any(module.name == "duplicate_ul" and module.enabled for module in modules):
+    if not is_asked_for and any(module.config.reads_unlikely and module.enabled for module in modules):
         fix = f"remove or disable the module, or set {duplicates}: unlikelihood in a run with rollouts"
         yield Error(path, "duplicate_ul has no effect: no token is marked as unlikely", fix)
 
@@ -160,7 +156,7 @@ def _check_objective(s: Settings, world: World) -> Conflicts:
 def _check_native_answers(s: Settings, world: World) -> Conflicts:
     objective, adapter = f"{s.pipeline_path}.objective", s.model.adapter
     modules = () if s.pipeline is None else (*s.pipeline.objective, *s.pipeline.diagnostics)
-    numbers = [module for module in modules if module.name == "number_ce"]
+    numbers = [module for module in modules if module.config.answer_format == "native"]
     if s.custom.answer_format != "native":
         if any(module.enabled for module in numbers):
             problem = "number_ce has no effect: coordinates are tokens of their own, which coord_reg trains"
@@ -171,8 +167,9 @@ def _check_native_answers(s: Settings, world: World) -> Conflicts:
         fix = "set custom.answer_format: coord_tokens, or custom.trainer_variant: stage1_sft"
         yield Error(ANSWER_FORMAT, problem, fix)
         return
-    if unusable := [module.name for module in modules if module.name in COORD_MODULES and module.enabled]:
-        names = " and ".join(unusable)
+    unusable = [module for module in modules if module.config.answer_format == "coord_tokens" and module.enabled]
+    if unusable:
+        names = " and ".join(module.name for module in unusable)
         problem = f"{names}: only for coordinate tokens, and native answers have numbers in ordinary tokens"
         fix = f"remove or disable {names}, and declare number_ce, as configs/stage1-native.yaml does"
         yield Error(s.pipeline_path, problem, f"{fix}, or set {ANSWER_FORMAT}: coord_tokens")

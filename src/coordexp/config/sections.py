@@ -48,9 +48,28 @@ Text = Annotated[str, Field(min_length=1)]
 Channel = Literal["A", "B"]
 
 
-class TokenCEConfig(SettingsSection):
+class ModuleSettings(SettingsSection):
+    """The settings of a module, with what the rules and the objective have to know of it. A module of another
+    package may state the same facts (docs/extending.md)."""
+
+    kind: ClassVar[str]  # what computes it: a `ModuleKind` of the objective, as `module:name`
+    is_diagnostic: ClassVar[bool] = False  # it only reports
+    teaching: ClassVar[frozenset[str]] = frozenset()  # the weights that supervise a part of an answer
+    answer_format: ClassVar[str | None] = None  # the only one in which it has an effect
+    trains_chat: ClassVar[bool] = False  # on chat records, and on nothing else
+    reads_unlikely: ClassVar[bool] = False  # it uses the tokens that a correction marks as unlikely
+
+    @property
+    def masks_desc(self) -> bool:
+        """Return whether no module uses the tokens of `desc` on the channels of this one."""
+        return False
+
+
+class TokenCEConfig(ModuleSettings):
     """Cross entropy on text tokens."""
 
+    kind = "coordexp.objective.modules:TOKEN_CE"
+    teaching = frozenset({"struct_ce_weight", "desc_ce_weight"})  # eos_ce_weight only ends what these teach
     struct_ce_weight: NonNegativeFloat
     """Weight of cross entropy on structure tokens: braces, quotes, keys, commas."""
     desc_ce_weight: NonNegativeFloat
@@ -58,10 +77,17 @@ class TokenCEConfig(SettingsSection):
     eos_ce_weight: NonNegativeFloat
     """Weight of cross entropy on the end-of-turn token, which teaches the model to stop."""
 
+    @property
+    def masks_desc(self) -> bool:
+        return self.desc_ce_weight == 0
 
-class CoordRegConfig(SettingsSection):
+
+class CoordRegConfig(ModuleSettings):
     """Distribution losses on coordinate tokens."""
 
+    kind = "coordexp.objective.modules:COORD_REG"
+    teaching = frozenset({"coord_ce_weight", "soft_ce_weight", "w1_weight"})  # the gates only bound the others
+    answer_format = "coord_tokens"
     coord_ce_weight: NonNegativeFloat = Field(examples=[0.02])
     """Weight of hard cross entropy on the true coordinate bin."""
     soft_ce_weight: NonNegativeFloat
@@ -80,43 +106,57 @@ class CoordRegConfig(SettingsSection):
     """The soft target is 0 at more than this many bins from its centre. null: no limit."""
 
 
-class BBoxGeoConfig(SettingsSection):
+class BBoxGeoConfig(ModuleSettings):
     """Losses on decoded boxes. An ablation: of the shipped configs, only `stage2-bbox-geo.yaml` uses it."""
 
+    kind = "coordexp.objective.modules:BBOX_GEO"
+    teaching = frozenset({"smoothl1_weight", "ciou_weight"})
+    answer_format = "coord_tokens"
     smoothl1_weight: NonNegativeFloat
     """Weight of the smooth L1 loss on boxes decoded as expectations over the bins."""
     ciou_weight: NonNegativeFloat
     """Weight of the complete-IoU loss on boxes decoded as expectations over the bins."""
 
 
-class DuplicateULConfig(SettingsSection):
+class DuplicateULConfig(ModuleSettings):
     """Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`."""
 
+    kind = "coordexp.objective.modules:DUPLICATE_UL"
+    reads_unlikely = True
     ul_weight: NonNegativeFloat
     """Weight of the unlikelihood of tokens that would begin a duplicate, per answer of the step."""
 
 
-class NumberCEConfig(SettingsSection):
+class NumberCEConfig(ModuleSettings):
     """Cross entropy on the coordinates of native answers (`custom.answer_format: native`), which are ordinary
     tokens."""
 
+    kind = "coordexp.objective.modules:NUMBER_CE"
+    teaching = frozenset({"ce_weight"})
+    answer_format = "native"
     ce_weight: NonNegativeFloat
     """Weight of cross entropy on the digits of coordinates in native answers."""
 
 
-class ChatCEConfig(SettingsSection):
+class ChatCEConfig(ModuleSettings):
     """Cross entropy on the answers of chat records, which need it. They are on channel A in every run."""
 
+    kind = "coordexp.objective.modules:CHAT_CE"
+    teaching = frozenset({"answer_ce_weight"})
+    trains_chat = True
     answer_ce_weight: NonNegativeFloat
     """Weight of cross entropy on the answers of chat records and their end-of-turn tokens, per such token."""
 
 
-class CoordDiagConfig(SettingsSection):
+class CoordDiagConfig(ModuleSettings):
     """Reports statistics of the coordinate distributions. It has no gradient, and no settings."""
+
+    kind = "coordexp.objective.modules:COORD_DIAG"
+    is_diagnostic = True
+    answer_format = "coord_tokens"
 
 
 class ModuleSpec(SettingsSection, use_attribute_docstrings=False):  # those made from it have no source
-    kind: ClassVar[str] = ""  # of a module of another package: the `ModuleKind` that computes it, as `module:name`
     enabled: bool = Field(description="Whether the module runs at all.")
     weight: NonNegativeFloat = Field(description="Factor on the module's whole contribution to the loss.")
     channels: Annotated[tuple[Channel, ...], Field(min_length=1), from_list] = Field(
@@ -141,17 +181,15 @@ def _make_added_module(entry: EntryPoint) -> Any:
         given = load_extension(entry)
     except UserError as error:
         return _make_module(entry.name, Annotated[Any, BeforeValidator(partial(_refuse, str(error)))], str(error))
-    settings = create_model(given.__name__, __base__=(given, SettingsSection))
-    module = _make_module(entry.name, settings, given.__doc__ or f"A module of {entry.module}.")
-    module.kind = given.kind
-    return module
+    settings = create_model(given.__name__, __base__=(given, ModuleSettings))
+    return _make_module(entry.name, settings, given.__doc__ or f"A module of {entry.module}.")
 
 
 def _refuse(reason: str, _: Any) -> Any:
     raise ValueError(reason)
 
 
-OWN = {
+OWN: dict[str, type[ModuleSettings]] = {
     "token_ce": TokenCEConfig,
     "coord_reg": CoordRegConfig,
     "bbox_geo": BBoxGeoConfig,
@@ -160,9 +198,7 @@ OWN = {
     "chat_ce": ChatCEConfig,
     "coord_diag": CoordDiagConfig,
 }
-DIAGNOSTICS = frozenset({"coord_diag"})
 ADDED_OBJECTIVES = find_extensions("objectives", taken=frozenset(OWN))
-OBJECTIVES = (frozenset(OWN) | frozenset(ADDED_OBJECTIVES)) - DIAGNOSTICS
 
 if TYPE_CHECKING:
 

@@ -56,6 +56,18 @@ def is_degenerate(kind: GeometryKind, coords: tuple[float, ...]) -> bool:
     return ring_area(coords) == 0
 
 
+def check_bins(kind: GeometryKind, bins: tuple[int, ...]) -> None:
+    """Raise ValueError unless these are the bins of a shape with an inside."""
+    if not is_valid_count(kind, len(bins)):
+        raise ValueError(f"{kind} has {len(bins)} coordinates; {COUNT_RULE}")
+    if not all(0 <= bin < BINS for bin in bins):
+        raise ValueError(
+            f"{kind} {bins} is outside the bins 0 to {BINS - 1}; convert it with coordexp.data.to_bin"
+        )
+    if is_degenerate(kind, bins):
+        raise ValueError(f"{kind} {bins} has no area, or its corners are in the wrong order")
+
+
 def ring_area(ring: Sequence[float]) -> float:
     """Return the signed area, which is positive for a ring that runs clockwise on the screen."""
     xs, ys = ring[::2], ring[1::2]
@@ -77,17 +89,7 @@ class TrueObject:
     geometry: Geometry
 
     def __post_init__(self) -> None:
-        kind, bins = self.geometry.kind, self.geometry.bins
-        if not is_valid_count(kind, len(bins)):
-            raise ValueError(f"{kind} has {len(bins)} coordinates; {COUNT_RULE}")
-        if not all(0 <= bin < BINS for bin in bins):
-            raise ValueError(
-                f"{kind} {bins} is outside the bins 0 to {BINS - 1}; convert it with coordexp.data.to_bin"
-            )
-        if is_degenerate(kind, bins):
-            raise ValueError(
-                f"{kind} {bins} has no area, or its corners are in the wrong order; correct the record"
-            )
+        check_bins(*self.geometry)
         if not is_encodable(self.desc):
             raise ValueError(f"desc {self.desc!r} contains half a character (a lone surrogate); correct the data")
         if not self.desc.strip():

@@ -31,15 +31,24 @@ import os
 import re
 import reprlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, with_config
-from pydantic_core import ErrorDetails
+from pydantic import (
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
+from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12, and brings the package
 
 from coordexp.data.addresses import find_url_problem, join_address
@@ -64,8 +73,7 @@ SPACES: tuple[Space, ...] = get_args(Space)
 _SIDES = {"unit": 1.0, "norm1000": 1000.0, "bin": BINS - 1.0}  # of an image in the spaces that are not pixels
 LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
-SHOWN_PROBLEMS = 3  # wrong values that a message names
-SHOWN_KEYS = 6  # missing or unknown keys that a message names
+SHOWN_PROBLEMS = 6  # that a message names
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
 _COCO = rb'\s*\{\s*"(info"\s*:\s*\{|(images|annotations|categories|licenses)"\s*:\s*\[\s*[{\]])'
 # How files begin that are not of records, what they are, and what to do.
@@ -79,6 +87,24 @@ _CHAT_KEYS = ("messages", "conversations", "instruction")  # in lines of ms-swif
 _PLAIN_WORDS = {"Tuple": "List", "valid tuple": "list", "valid list": "list", " after validation": ""}
 
 
+_Side = Annotated[int, Strict(), Field(gt=0)]
+Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
+_Words = Annotated[str, Strict()]
+_Meta = dict[str, Any]  # the user's own keys
+_Coordinates = list[Annotated[float, Strict(), Field(gt=-LARGEST, lt=LARGEST)]]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class ObjectLine(TypedDict):
+    """An object as it stands in a line of JSON."""
+
+    desc: _Words
+    bbox_2d: NotRequired[_Coordinates]
+    poly: NotRequired[_Coordinates]
+    category_id: NotRequired[Id]
+    meta: NotRequired[_Meta]
+
+
 @dataclass(frozen=True, slots=True)
 class RecordObject:
     """An object of a record, with its coordinates in the space of the record."""
@@ -89,6 +115,20 @@ class RecordObject:
     category_id: int | None = None
     meta: Mapping[str, Any] | None = field(default=None, compare=False)
 
+    @classmethod
+    def of(cls, line: ObjectLine) -> "RecordObject":
+        """Return the object of a checked line. Raise ValueError if it breaks a rule."""
+        kinds = [kind for kind in GEOMETRY_KINDS if kind in line]
+        if len(kinds) != 1:
+            shapes = " and ".join(kinds) or "no shape"
+            raise ValueError(f"it has {shapes}; it needs exactly one of {', '.join(GEOMETRY_KINDS)}")
+        if not line["desc"].strip():
+            raise ValueError("desc is empty; describe the object in a word or two")
+        coords = line[kinds[0]]
+        if not is_valid_count(kinds[0], len(coords)):
+            raise ValueError(f"{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
+        return cls(line["desc"], kinds[0], tuple(coords), line.get("category_id"), line.get("meta"))
+
     def as_dict(self) -> dict[str, Any]:
         """Return the object as it stands in a line of JSON."""
         shape = {"desc": self.desc, self.kind: [_shorten(value) for value in self.coords]}
@@ -96,21 +136,27 @@ class RecordObject:
         return shape | {name: value for name, value in optional.items() if value is not None}
 
 
+def _describe_object(_: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    return core_schema.no_info_after_validator_function(RecordObject.of, handler(ObjectLine))
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a data file: an image and its objects."""
+    """One line of a data file: an image and its objects. pydantic checks the types when a line is read."""
 
-    image: str
-    width: int
-    height: int
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    image: _Words
+    width: _Side
+    height: _Side
     space: Space
-    objects: tuple[RecordObject, ...]
-    image_id: int | None = None
-    classes: tuple[str, ...] | None = None
-    expression: str | None = None
-    prompt: str | None = None
-    exhaustive: tuple[str, ...] | None = None
-    meta: Mapping[str, Any] | None = field(default=None, compare=False)
+    objects: tuple[Annotated[RecordObject, GetPydanticSchema(_describe_object)], ...]
+    image_id: Id | None = None
+    classes: tuple[_Words, ...] | None = None
+    expression: _Words | None = None
+    prompt: _Words | None = None
+    exhaustive: tuple[_Words, ...] | None = None
+    meta: _Meta | None = field(default=None, compare=False)
 
     @property
     def has_request(self) -> bool:
@@ -159,64 +205,25 @@ class Record:
 class ChatRecord:
     """One line of a data file: a question and its answer, about an image or, if `image` is None, about none."""
 
-    question: str
-    answer: str
-    image: str | None = None
-    width: int = 0
-    height: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    question: _Words
+    answer: _Words
+    image: _Words | None = None
+    width: _Side = 0
+    height: _Side = 0
+    meta: _Meta | None = field(default=None, compare=False)
 
     def as_json(self) -> str:
         head = {} if self.image is None else {"image": self.image, "width": self.width, "height": self.height}
-        return json.dumps(head | {"question": self.question, "answer": self.answer}, ensure_ascii=False)
+        own = {} if self.meta is None else {"meta": self.meta}
+        return json.dumps(head | {"question": self.question, "answer": self.answer} | own, ensure_ascii=False)
 
 
 AnyRecord = Record | ChatRecord
 OPTIONAL_KEYS = ("image_id", "classes", "expression", "prompt", "exhaustive", "meta")
-
-# The keys of a line, as pydantic checks them. A key that is NotRequired may be absent, but not null.
-_Side = Annotated[int, Strict(), Field(gt=0)]
-Id = Annotated[int, Strict(), Field(ge=0, lt=LARGEST_ID)]
-_Words = Annotated[str, Strict()]
-_Meta = dict[str, Any]  # the user's own keys
-_Coordinates = list[Annotated[float, Strict(), Field(gt=-LARGEST, lt=LARGEST)]]
-
-
-@with_config(ConfigDict(extra="forbid"))
-class ObjectLine(TypedDict):
-    desc: Annotated[str, Strict()]
-    bbox_2d: NotRequired[_Coordinates]
-    poly: NotRequired[_Coordinates]
-    category_id: NotRequired[Id]
-    meta: NotRequired[_Meta]
-
-
-@with_config(ConfigDict(extra="forbid"))
-class _RecordLine(TypedDict):
-    image: Annotated[str, Strict()]
-    width: _Side
-    height: _Side
-    space: Space
-    objects: list[ObjectLine]
-    image_id: NotRequired[Id]
-    classes: NotRequired[list[_Words]]
-    expression: NotRequired[_Words]
-    prompt: NotRequired[_Words]
-    exhaustive: NotRequired[list[_Words]]
-    meta: NotRequired[_Meta]
-
-
-@with_config(ConfigDict(extra="forbid"))
-class _ChatLine(TypedDict):
-    question: _Words
-    answer: _Words
-    image: NotRequired[_Words]
-    width: NotRequired[_Side]
-    height: NotRequired[_Side]
-    meta: NotRequired[_Meta]
-
-
-_RECORD_LINE = TypeAdapter(_RecordLine)
-_CHAT_LINE = TypeAdapter(_ChatLine)
+_RECORD = TypeAdapter(Record)
+_CHAT_RECORD = TypeAdapter(ChatRecord)
 
 
 def parse_record(line: str | bytes) -> Record:
@@ -227,15 +234,24 @@ def parse_record(line: str | bytes) -> Record:
 def parse_any_record(line: str | bytes) -> AnyRecord:
     """Return the record of a line, with objects or with a question and its answer. Raise ValueError with what is
     wrong with it."""
+    value = load_strictly(line)
+    if isinstance(value, dict) and not value.keys().isdisjoint(_CHAT_KEYS):
+        raise ValueError("a line of ms-swift, LLaMA-Factory or LLaVA; docs/data.md has the keys of a record")
+    is_chat = isinstance(value, dict) and not value.keys().isdisjoint(("question", "answer"))
+    record: AnyRecord
     try:
-        value = load_strictly(line)
-        if isinstance(value, dict) and not value.keys().isdisjoint(_CHAT_KEYS):
-            raise ValueError("a line of ms-swift, LLaMA-Factory or LLaVA; docs/data.md has the keys of a record")
-        if isinstance(value, dict) and not value.keys().isdisjoint(("question", "answer")):
-            return _read_chat(_CHAT_LINE.validate_python(value))
-        return _read_record(_RECORD_LINE.validate_python(value))
+        record = _CHAT_RECORD.validate_python(value) if is_chat else _RECORD.validate_python(value)
     except ValidationError as error:
         raise ValueError(describe_problems(error) + _object_hint(error)) from error
+    if record.image == "":
+        raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
+    if record.image is not None and (problem := find_url_problem(record.image)):
+        raise ValueError(f"image: {problem}")
+    if isinstance(record, ChatRecord):
+        _check_chat(record)
+    else:
+        check_request(record)
+    return record
 
 
 def _expect_objects(record: AnyRecord) -> Record:
@@ -244,39 +260,32 @@ def _expect_objects(record: AnyRecord) -> Record:
     return record
 
 
-def _read_chat(value: "_ChatLine") -> ChatRecord:
+def _check_chat(record: ChatRecord) -> None:
     for key in ("question", "answer"):
-        if not value[key].strip():
+        if not getattr(record, key).strip():
             raise ValueError(f"{key} is empty")
-    keys = [key for key in ("image", "width", "height") if key in value]
+    keys = [key for key in ("image", "width", "height") if getattr(record, key)]
     if 0 < len(keys) < 3:
         raise ValueError(f"it has {' and '.join(keys)}; a question about an image needs image, width and height")
-    _check_image_name(value.get("image"))
-    return ChatRecord(
-        value["question"], value["answer"], value.get("image"), value.get("width", 0), value.get("height", 0)
-    )
 
 
-def _check_image_name(image: str | None) -> None:
-    if image == "":
-        raise ValueError("image is empty; it is the path of the image, relative to the folder of this file")
-    if image is not None and (problem := find_url_problem(image)):
-        raise ValueError(f"image: {problem}")
-
-
-def _read_record(value: "_RecordLine") -> Record:
-    _check_image_name(value["image"])
-    objects = tuple(read_object(item, f"objects[{k}]") for k, item in enumerate(value["objects"]))
-    return Record(
-        value["image"],
-        value["width"],
-        value["height"],
-        value["space"],
-        objects,
-        value.get("image_id"),
-        meta=value.get("meta"),
-        **read_request(value),
-    )
+def check_request(record: Record) -> None:
+    """Raise ValueError if what a record asks for contradicts itself."""
+    for key in ("classes", "exhaustive"):
+        names = getattr(record, key) or ()
+        if len(set(names)) < len(names) or not all(name.strip() for name in names):
+            raise ValueError(f"{key} has an empty name, or a name twice")
+    for key in ("expression", "prompt"):
+        text = getattr(record, key)
+        if text is not None and not text.strip():
+            raise ValueError(f"{key} is empty; leave it out to ask the question of the run")
+    if record.classes == ():
+        raise ValueError("classes is empty; leave it out to ask the question of the run")
+    if record.expression is not None and record.classes is not None:
+        raise ValueError("it has an expression and classes; a record asks for one of them")
+    for key, words in (("classes", "are no classes"), ("expression", "is none")):
+        if f"{{{key}}}" in (record.prompt or "") and getattr(record, key) is None:
+            raise ValueError(f"prompt has {{{key}}}, but there {words}")
 
 
 def open_records(path: Path) -> BinaryIO:
@@ -380,23 +389,9 @@ def check_value(kind: TypeAdapter[T], value: Any) -> T:
 
 def describe_problems(error: ValidationError) -> str:
     """Return in one line what is wrong with a JSON value that pydantic refused."""
-    missing, unknown = list[tuple[int | str, ...]](), list[tuple[int | str, ...]]()
-    others = list[ErrorDetails]()
-    for problem in error.errors(include_url=False):
-        if problem["type"] in _UNKNOWN_KEY:
-            unknown.append(problem["loc"])
-        elif _is_missing_key(problem):
-            missing.append(problem["loc"])
-        else:
-            others.append(problem)
-    parts = [
-        f"{title}: {_join([_format_place(place) for place in sorted(places)], ', ', SHOWN_KEYS)}"
-        for title, places in (("missing keys", missing), ("unknown keys", unknown))
-        if places
-    ]
-    if others:
-        parts.append(_join([_describe_problem(problem) for problem in others], "; ", SHOWN_PROBLEMS))
-    return "; ".join(parts)
+    problems = error.errors(include_url=False)
+    shown, more = "; ".join(map(_describe_problem, problems[:SHOWN_PROBLEMS])), len(problems) - SHOWN_PROBLEMS
+    return f"{shown}; and {more} more" if more > 0 else shown
 
 
 def _object_hint(error: ValidationError) -> str:
@@ -406,24 +401,16 @@ def _object_hint(error: ValidationError) -> str:
     return "; an object has desc, one of bbox_2d and poly, and may have category_id and meta" if wrong else ""
 
 
-def _is_missing_key(problem: ErrorDetails) -> bool:
-    """Return True if a key is missing, and not an element of a list that is too short."""
-    return problem["type"] == "missing" and isinstance(problem["loc"][-1], str)
-
-
-def _join(texts: Sequence[str], separator: str, most: int) -> str:
-    more = len(texts) - most
-    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
-
-
 def _describe_problem(problem: ErrorDetails) -> str:
-    place = _format_place(problem["loc"])
-    if problem["type"] in ("dict_type", "dataclass_type"):
-        return f"{place or 'this'} is not a JSON object"
-    if problem["type"] == "value_error":  # raised by a class of this package
+    place, kind = _format_place(problem["loc"]) or "this", problem["type"]
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind in _UNKNOWN_KEY:
+        return f"{place} is an unknown key"
+    if kind in ("dict_type", "dataclass_type"):
+        return f"{place} is not a JSON object"
+    if kind == "value_error":  # raised by a class of this package
         return f"{place}: {problem['ctx']['error']}"
-    if problem["type"] == "missing":
-        return f"{_format_place(problem['loc'][:-1])} {reprlib.repr(problem['input'])}: it has too few items"
     rule = problem["msg"]
     for words, plain_words in _PLAIN_WORDS.items():
         rule = rule.replace(words, plain_words)
@@ -448,46 +435,6 @@ def _parse_line(path: Path, number: int, line: bytes) -> AnyRecord:
 def _expect_objects_of_line(path: Path, number: int, record: AnyRecord) -> Record:
     with explain(ValueError, f"{path}:{number}", "keep questions and answers in a file of their own"):
         return _expect_objects(record)
-
-
-def read_object(line: ObjectLine, place: str) -> RecordObject:
-    """Return the object of a checked line. Raise ValueError, which names the `place`, if it breaks a rule."""
-    kinds = [kind for kind in GEOMETRY_KINDS if kind in line]
-    if len(kinds) != 1:
-        shapes = " and ".join(kinds) or "no shape"
-        raise ValueError(f"{place} has {shapes}; it needs exactly one of {', '.join(GEOMETRY_KINDS)}")
-    if not line["desc"].strip():
-        raise ValueError(f"{place}.desc is empty; describe the object in a word or two")
-    coords = line[kinds[0]]
-    if not is_valid_count(kinds[0], len(coords)):
-        raise ValueError(f"{place}.{kinds[0]} has {len(coords)} numbers; {COUNT_RULE}")
-    return RecordObject(line["desc"], kinds[0], tuple(coords), line.get("category_id"), line.get("meta"))
-
-
-def read_request(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that say what a record asks for. Raise ValueError if they contradict each other."""
-    request: dict[str, Any] = {}
-    for key in ("classes", "exhaustive"):
-        if key in line:
-            request[key] = tuple(line[key])
-            if len(set(line[key])) < len(line[key]) or not all(desc.strip() for desc in line[key]):
-                raise ValueError(f"{key} has an empty name, or a name twice")
-    for key in ("expression", "prompt"):
-        if key in line:
-            request[key] = line[key]
-            if not line[key].strip():
-                raise ValueError(f"{key} is empty; leave it out to ask the question of the run")
-    if "classes" in line and not line["classes"]:
-        raise ValueError("classes is empty; leave it out to ask the question of the run")
-    if "expression" in line and "classes" in line:
-        raise ValueError("it has an expression and classes; a record asks for one of them")
-    for placeholder, key, words in (
-        ("{classes}", "classes", "are no classes"),
-        ("{expression}", "expression", "is none"),
-    ):
-        if placeholder in line.get("prompt", "") and key not in line:
-            raise ValueError(f"prompt has {placeholder}, but there {words}")
-    return request
 
 
 def load_strictly(text: str | bytes) -> Any:

@@ -46,7 +46,8 @@ class SplitReport:
 
 
 class RecordFacts:
-    """The values that decide the side of each record: its classes, a random number, and its image, as numbers."""
+    """The values that decide the side of each record, as numbers: a random key, its image, and its classes, of
+    which `owners` are the records."""
 
     def __init__(self, path: Path, seed: int, notify: Notify) -> None:
         self.descs: dict[str, int] = {}  # with their numbers, in the order of the file
@@ -60,35 +61,21 @@ class RecordFacts:
             image = f"{number}" if record.image is None else f"/{os.path.normpath(record.image)}"
             images.append(_hash(image))
             _tell(notify, "reading", len(lengths))
-        self.keys, self._images = np.frombuffer(keys, np.uint64), np.frombuffer(images, np.uint64)
-        self._classes = np.frombuffer(classes, np.int32)
-        self._owners = np.repeat(np.arange(len(lengths), dtype=np.int32), np.frombuffer(lengths, np.int32))
+        self.keys, self.images = np.frombuffer(keys, np.uint64), np.frombuffer(images, np.uint64)
+        self.classes = np.frombuffer(classes, np.int32)
+        self.owners = np.repeat(np.arange(len(lengths), dtype=np.int32), np.frombuffer(lengths, np.int32))
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def count_records(self, is_chosen: NDArray[np.bool_] | None = None) -> list[int]:
-        """Return the number of records with each class, of all records or of the chosen ones."""
-        classes = self._classes if is_chosen is None else self._classes[is_chosen[self._owners]]
-        counts: list[int] = np.bincount(classes, minlength=len(self.descs)).tolist()
-        return counts
-
     def find_strata(self) -> NDArray[np.int32]:
         """Return the rank of the rarest class of each record. A record without objects has the last rank."""
-        order = np.lexsort((np.arange(len(self.descs)), np.array(self.count_records())))
+        order = np.lexsort((np.arange(len(self.descs)), np.bincount(self.classes, minlength=len(self.descs))))
         ranks = np.empty(len(order), np.int32)
         ranks[order] = np.arange(len(order))
         strata = np.full(len(self), len(order), np.int32)
-        np.minimum.at(strata, self._owners, ranks[self._classes])
+        np.minimum.at(strata, self.owners, ranks[self.classes])
         return strata
-
-    def find_images(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Return the first record of each image, the number of the image of each record, and how many records each
-        image has."""
-        _, firsts, members, sizes = np.unique(
-            self._images, return_index=True, return_inverse=True, return_counts=True
-        )
-        return firsts, members, sizes
 
 
 def split_records(
@@ -103,8 +90,9 @@ def split_records(
             f"{target:,} of {len(facts):,} records would be held out, so one of the two files would be empty",
             "give another --val, e.g. 0.1 or a number of records",
         )
-    firsts, members, sizes = facts.find_images()
-    is_held_out = choose(facts.find_strata()[firsts], facts.keys[firsts], sizes, target)[members]
+    # The first record of each image, the image of each record, and the number of records of each image.
+    _, firsts, images, sizes = np.unique(facts.images, return_index=True, return_inverse=True, return_counts=True)
+    is_held_out = choose(facts.find_strata()[firsts], facts.keys[firsts], sizes, target)[images]
     if is_held_out.all() or not is_held_out.any():
         raise UserError(
             f"records with the same image stay together (records: {len(facts):,}, images: {len(firsts):,}), so "
@@ -116,10 +104,12 @@ def split_records(
         for number, (line, to_held_out) in enumerate(zip(lines, is_held_out.tolist(), strict=True)):
             (to_val if to_held_out else to_train)(line.rstrip(b"\r\n") + b"\n")
             _tell(notify, "writing", number)
-    counts = zip(facts.descs, facts.count_records(), facts.count_records(is_held_out), strict=True)
-    classes = sorted((ClassShare(*row) for row in counts), key=lambda row: (row.records, row.desc))
+    of_held_out = facts.classes[is_held_out[facts.owners]]
+    counts = [np.bincount(classes, minlength=len(facts.descs)) for classes in (facts.classes, of_held_out)]
+    rows = [ClassShare(desc, *map(int, pair)) for desc, *pair in zip(facts.descs, *counts, strict=True)]
+    rows.sort(key=lambda row: (row.records, row.desc))
     held_out = int(is_held_out.sum())
-    return SplitReport(len(facts) - held_out, held_out, len(facts) - len(firsts), tuple(classes))
+    return SplitReport(len(facts) - held_out, held_out, len(facts) - len(firsts), tuple(rows))
 
 
 def choose(

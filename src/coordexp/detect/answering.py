@@ -3,7 +3,6 @@
 Heavy imports are inside the functions, so that options can be checked before them.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,16 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coordexp.config.settings import AnswerFormatName, Custom
 from coordexp.errors import DataError, UserError
+from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.answers.formats import AnswerFormat
-    from coordexp.answers.table import VocabularyTable
     from coordexp.data import Questions, Record
     from coordexp.evaluate import ImageAnswer
     from coordexp.evaluate.predictions import Truth
     from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
     from coordexp.rollout.prompt import PromptBuilder
-    from coordexp.rollout.start import EngineFixes
 
 Backend = Literal["hf", "vllm"]
 # The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
@@ -114,81 +112,137 @@ class AnswerOptions:
 
 
 @dataclass(frozen=True)
-class Answering:
-    """Everything that answering the images of records needs. Their addresses are relative to `folder`. `warn` gets
-    a message about every image that cannot be read."""
+class AskedModel:
+    """What asking a model needs of its folder, without its weights: how its answers are written, the questions of
+    its training, and its prompts."""
 
     folder: Path
-    questions: "Questions"
     answer_format: "AnswerFormat"
+    questions: "Questions"
+    prompts: "PromptBuilder"
+
+    @classmethod
+    def load(cls, folder: Path, answer_format: AnswerFormatName | None, prompt: str | None = None) -> "AskedModel":
+        """Read the folder. `prompt` replaces the question for records without a request of their own."""
+        from coordexp.answers.formats import load_format
+        from coordexp.rollout.prompt import PromptBuilder, load_processor
+
+        answers = load_format(folder, answer_format)
+        questions = read_questions(folder, prompt, answers.name)
+        return cls(folder, answers, questions, PromptBuilder(load_processor(folder), questions.of_run))
+
+    def count_longest_prompt(self, records: "Iterable[Record]") -> int:
+        """Return the tokens of the longest prompt for these records. Images of a size that no model accepts get no
+        answer, whatever the length."""
+        from coordexp.data.images import size_problem
+
+        asked = {(record.width, record.height, self.questions.ask(record)) for record in records}
+        lengths = [
+            self.prompts.count((width, height), question=question)
+            for width, height, question in asked
+            if size_problem(width, height) is None
+        ]
+        return max(lengths, default=0)
+
+    def start(
+        self, backend: Backend, batch: int, max_length: int, device: str | None = None, dtype: str | None = None
+    ) -> Generator:
+        """Load the model, or start an engine with it that takes `max_length` tokens of prompt and answer together.
+        Unset, `device` is the GPU if there is one, and `dtype` that of the checkpoint, or float32 on a CPU."""
+        import torch
+
+        table = self.answer_format.table
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = dtype or ("float32" if device == "cpu" else "auto")
+        if backend == "vllm":
+            from coordexp.rollout.generate import VllmBackend
+
+            return VllmBackend(
+                self.folder, self.prompts, table, max_length=max_length, batch=batch, dtype=dtype, gpu_share=0.9
+            )
+        from coordexp.families import load_model
+        from coordexp.rollout.hugging_face import HuggingFaceBackend
+
+        loaded = load_model(self.folder, dtype=dtype).to(device)
+        return HuggingFaceBackend(lambda: loaded, self.prompts, table, batch)
+
+    def connect(self, server: str, batch: int, api_key: str | None, served_model: str | None) -> Generator:
+        """Return the client of a server that serves this model."""
+        from coordexp.detect.chat_server import ChatServerBackend
+
+        table = self.answer_format.table
+        return ChatServerBackend(
+            server, self.prompts, table, batch=batch, api_key=api_key, served_model=served_model
+        )
+
+
+Asked = tuple[int, "Record", "ImageRef"]  # the number of an image, its record, and the image itself
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A model that is running, and the options with which it is asked."""
+
+    model: AskedModel
     generator: Generator
     options: AnswerOptions
-    warn: Callable[[str], None]
 
-    def answer_batch(self, images: "Truth") -> "list[ImageAnswer]":
-        """Return the greedy answer of each image, followed by its sampled ones. An image that cannot be read is
-        asked about only once."""
-        greedy = self._ask(images, None)
-        readable = [image for image, answer in zip(images, greedy, strict=True) if answer.was_asked]
-        rounds = [greedy]
-        for sample in range(1, self.options.samples + 1):
-            sampled = iter(self._ask(readable, sample))
-            rounds.append(
-                [next(sampled) if answer.was_asked else replace(answer, sample=sample) for answer in greedy]
-            )
-        return list(itertools.chain.from_iterable(zip(*rounds, strict=True)))
+    def ask(self, images: Sequence[Asked], sample: int | None = None) -> "list[ImageAnswer]":
+        """Return the greedy answer to each image, or the sampled one of this number. Raise DataError if an image
+        cannot be read."""
+        from coordexp.evaluate.answer import build_answer, drop_duplicates
 
-    def _ask(self, images: "Truth", sample: int | None) -> "list[ImageAnswer]":
-        """Return the greedy answer of each image, or the sampled one of this number."""
-        from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer
-
-        requests = [self._make_request(image_id, record, sample) for image_id, record in images]
+        if not images:
+            return []
+        rollouts = self.generator.generate([self.make_request(*asked, sample) for asked in images])
         answers = []
-        for (image_id, record), rollout in zip(images, self._generate(requests), strict=True):
-            if rollout is None:
-                answer = ImageAnswer(image_id, record.image, "", NO_IMAGE, 0, ())
-            else:
-                answer = make_answer(image_id, record.image, rollout, self.answer_format, self.options.dedup)
+        for (image_id, record, _), rollout in zip(images, rollouts, strict=True):
+            answer = build_answer(image_id, record.image, rollout, self.model.answer_format)
+            if self.options.dedup is not None:
+                answer = drop_duplicates(answer, self.options.dedup)
             answers.append(replace(answer, sample=sample))
         return answers
 
-    def _generate(self, requests: "Sequence[Request]") -> "list[Rollout | None]":
-        """Return the rollout of each request, or None if its image cannot be read. The rest of the batch is then
-        asked without it."""
-        try:
-            return list(self.generator.generate(requests))
-        except DataError:
-            problems = [_image_problem(request.image) for request in requests]
-            if not any(problems):  # the error is not about a file
-                raise
-        for problem in filter(None, problems):
-            self.warn(problem.problem)
-        readable = [request for request, problem in zip(requests, problems, strict=True) if problem is None]
-        rollouts = iter(self.generator.generate(readable) if readable else ())
-        return [next(rollouts) if problem is None else None for problem in problems]
-
-    def _make_request(self, image_id: int, record: "Record", sample: int | None) -> "Request":
+    def make_request(self, image_id: int, record: "Record", image: "ImageRef", sample: int | None) -> "Request":
         """Return the request for an image. The seed of a sample depends on the image and its own number only."""
-        from coordexp.data.addresses import join_address
-        from coordexp.rollout.backend import ImageRef, Request, request_seed
+        from coordexp.rollout.backend import Request, request_seed
 
-        image = ImageRef(join_address(self.folder, record.image), record.width, record.height)
-        question = self.questions.ask(record)
+        question = self.model.questions.ask(record)
         if sample is None:
             return Request(image, self.options.greedy(), question=question)
         seed = request_seed(self.options.seed or 0, image_id, 0, 0, sample)
         return Request(image, self.options.sampling(), seed, question)
 
+    def answer_batch(self, images: "Truth", folder: Path, warn: Callable[[str], None]) -> "list[ImageAnswer]":
+        """Return the greedy answer of each image, followed by its sampled ones. Addresses are relative to
+        `folder`. An image that cannot be read gets answers that say so, and `warn` a message about it; the rest of
+        the batch is then asked without it."""
+        from coordexp.data.addresses import join_address
+        from coordexp.evaluate.answer import NO_IMAGE, ImageAnswer
+        from coordexp.rollout.backend import ImageRef
 
-def make_answer(
-    image_id: int, image: str, rollout: "Rollout", answer_format: "AnswerFormat", dedup: float | None
-) -> "ImageAnswer":
-    """Parse and score what a model wrote about an image. With `dedup`, drop objects that overlap an earlier one by
-    at least this IoU."""
-    from coordexp.evaluate.answer import build_answer, drop_duplicates
-
-    answer = build_answer(image_id, image, rollout, answer_format)
-    return answer if dedup is None else drop_duplicates(answer, dedup)
+        asked = [
+            (image_id, record, ImageRef(join_address(folder, record.image), record.width, record.height))
+            for image_id, record in images
+        ]
+        try:
+            greedy = self.ask(asked)
+        except DataError:
+            problems = [_image_problem(image) for _, _, image in asked]
+            if not any(problems):  # the error is not about a file
+                raise
+            for problem in filter(None, problems):
+                warn(problem.problem)
+            asked = [entry for entry, problem in zip(asked, problems, strict=True) if problem is None]
+            greedy = self.ask(asked)
+        numbers = range(1, self.options.samples + 1)
+        rounds = zip(greedy, *(self.ask(asked, number) for number in numbers), strict=True)
+        by_image = {image_id: of_image for (image_id, _, _), of_image in zip(asked, rounds, strict=True)}
+        answers: list[ImageAnswer] = []
+        for image_id, record in images:
+            unread = ImageAnswer(image_id, record.image, "", NO_IMAGE, 0, ())
+            answers += by_image.get(image_id) or [replace(unread, sample=number) for number in (None, *numbers)]
+        return answers
 
 
 def _image_problem(image: "ImageRef") -> DataError | None:
@@ -201,10 +255,11 @@ def _image_problem(image: "ImageRef") -> DataError | None:
     return None
 
 
-def check_model_folder(model: Path) -> None:
-    """Raise UserError unless the folder has a whole model."""
+def find_whole_model(name: str | Path) -> Path:
+    """Return the folder of a model, as `find_model` finds it. Raise UserError unless it has a whole model."""
+    model = find_model(name)
     if (model / "config.json").is_file():
-        return
+        return model
     checkpoints = sorted(path.name for path in model.glob("checkpoint-*"))
     fix = "give a model folder; merge an adapter first (coordexp model merge)"
     if checkpoints:
@@ -251,65 +306,12 @@ def make_record(
 ) -> "Record":
     """Return a record of an image without labels that asks for classes, for an expression or with a prompt. Raise
     UserError if this request contradicts itself."""
-    from coordexp.data.records import Record, read_request
+    from coordexp.data.records import Record, check_request
 
-    names = [classes] if isinstance(classes, str) else classes
-    given = {"classes": names, "expression": expression, "prompt": prompt}
+    names = (classes,) if isinstance(classes, str) else None if classes is None else tuple(classes)
+    record = Record(image, *size, "pixel", (), classes=names, expression=expression, prompt=prompt)
     try:
-        request = read_request({name: value for name, value in given.items() if value is not None})
+        check_request(record)
     except ValueError as error:
         raise UserError(str(error), "give classes or an expression or neither, and each class once") from error
-    return Record(image, *size, "pixel", (), **request)
-
-
-def count_longest_prompt(prompts: "PromptBuilder", asked: "Iterable[tuple[int, int, str]]") -> int:
-    """Return the tokens of the longest prompt for images of these sizes with these questions. Images of a size
-    that no model accepts get no answer, whatever the length."""
-    from coordexp.data.images import size_problem
-
-    return max(
-        (
-            prompts.count((width, height), question=question)
-            for width, height, question in asked
-            if size_problem(width, height) is None
-        ),
-        default=0,
-    )
-
-
-def start_backend(
-    backend: Backend,
-    folder: Path,
-    prompts: "PromptBuilder",
-    table: "VocabularyTable",
-    *,
-    batch: int,
-    max_length: int,
-    device: str | None = None,
-    dtype: str | None = None,
-    fixes: "EngineFixes | None" = None,
-) -> Generator:
-    """Load the model, or start an engine with it that takes `max_length` tokens of prompt and answer together.
-    Unset, `device` is the GPU if there is one, and `dtype` that of the checkpoint, or float32 on a CPU."""
-    import torch
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = dtype or ("float32" if device == "cpu" else "auto")
-    if backend == "vllm":
-        from coordexp.rollout.generate import COMMAND_FIXES, VllmBackend
-
-        return VllmBackend(
-            folder,
-            prompts,
-            table,
-            max_length=max_length,
-            batch=batch,
-            dtype=dtype,
-            gpu_share=0.9,
-            fixes=fixes or COMMAND_FIXES,
-        )
-    from coordexp.families import load_model
-    from coordexp.rollout.hugging_face import HuggingFaceBackend
-
-    loaded = load_model(folder, dtype=dtype).to(device)
-    return HuggingFaceBackend(lambda: loaded, prompts, table, batch)
+    return record

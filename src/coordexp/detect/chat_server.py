@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -22,12 +23,14 @@ from PIL import Image
 from pydantic import BaseModel, ValidationError
 
 from coordexp.answers.table import VocabularyTable
+from coordexp.config.rollout import check_base_url
 from coordexp.data.images import open_image_file, read_image_bytes, upright_size
-from coordexp.errors import EngineError, UserError
+from coordexp.errors import EngineError, UserError, explain
 from coordexp.rollout.backend import ImageRef, Request, Rollout, check_length, check_prompt, common_decode
 from coordexp.rollout.guard import cut_at_end
 from coordexp.rollout.hugging_face import engine_bias
 from coordexp.rollout.prompt import PromptBuilder, load_image, template_options
+from coordexp.servers.protocol import read_error
 from coordexp.tasks import Task
 
 CONNECT_S = 10.0
@@ -223,19 +226,12 @@ class ChatServerBackend:
 
 
 def normalise_url(url: str) -> str:
-    """Return the address of a server without a path. Raise UserError if it is not one."""
-    fix = "give e.g. http://127.0.0.1:8000"
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UserError(f"server {url!r}: {error}", fix) from error
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"server {url!r} is not an http address", fix)
-    if parsed.userinfo:
+    """Return the address of a server, without the /v1 with which all routes begin. Raise UserError if it is not
+    one."""
+    if "@" in url:  # checked first, before a message can quote the password
         raise UserError("the address of the server contains a name or a password", "give the key as api_key")
-    if parsed.path.rstrip("/") not in ("", "/v1") or parsed.query:
-        raise UserError(f"server {url!r} has a path", fix)
-    return f"{parsed.scheme}://{parsed.netloc.decode('ascii')}"
+    with explain(ValueError, f"server {url!r}", "give e.g. http://127.0.0.1:8000", to=UserError):
+        return check_base_url(url).removesuffix("/v1")
 
 
 def to_data_url(image: ImageRef) -> str:
@@ -275,15 +271,11 @@ def _explain_status(response: httpx.Response, url: str, image: str) -> tuple[str
 
 def _read_message(response: httpx.Response) -> str:
     """Return the server's error message, in one line that is safe to print."""
-    try:
-        error = response.json().get("error", {})
-        message = str(error.get("message", "")) if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        message = response.text
-    line = " ".join(message.split())
-    return (
-        "".join(character if character.isprintable() else "?" for character in line[:SHOWN]) or "no reason given"
-    )
+    message = ""
+    with suppress(ValueError, RecursionError):
+        message, _, _ = read_error(response.json())
+    line = " ".join((message or response.text).split())[:SHOWN]
+    return "".join(character if character.isprintable() else "?" for character in line) or "no reason given"
 
 
 def _read(kind: type[T], response: httpx.Response, url: str) -> T:

@@ -72,10 +72,10 @@ class Detections:
         results = []
         for item in self.objects:
             left, top, right, bottom = item.box
-            ring = tuple(value for point in item.polygon or () for value in point)
+            ring = [value for point in item.polygon or () for value in point]
             category_id = category_ids.get(item.name, unknown)
             box = (left, top, right - left, bottom - top)
-            detection = Detection(image_id, category_id, item.name, box, item.score, (ring,) if ring else None)
+            detection = Detection(image_id, category_id, box, item.score, [ring] if ring else None, item.name)
             results.append(detection.as_dict())
         return results
 

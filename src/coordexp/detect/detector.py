@@ -1,9 +1,8 @@
 """`Detector`: a model that detects objects in images, in a few lines of Python."""
 
-import itertools
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union, overload
@@ -13,19 +12,16 @@ from numpy.typing import NDArray
 
 from coordexp.config.settings import AnswerFormatName
 from coordexp.detect.answering import (
+    Answering,
     AnswerOptions,
+    AskedModel,
     Backend,
-    Generator,
-    check_model_folder,
     find_untrained_request,
-    make_answer,
+    find_whole_model,
     make_record,
-    read_questions,
-    start_backend,
 )
 from coordexp.detect.detections import Detections
 from coordexp.errors import DataError, UserError, explain, need_packages
-from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +31,12 @@ if TYPE_CHECKING:
 
 ImageSource = Union[str, Path, "Image", NDArray[np.uint8]]
 QUESTION_TOKENS = 1024  # room for a question in the length of an engine, if the user sets no length
-OR_HF = 'or use backend="hf", which needs no engine'
+# The arguments that have no effect with a server, and with each backend.
+WITHOUT_EFFECT = {
+    "server": ("backend", "device", "dtype", "max_length"),
+    "hf": ("api_key", "served_model", "max_length"),
+    "vllm": ("api_key", "served_model", "device"),
+}
 
 
 class Detector:
@@ -72,39 +73,25 @@ class Detector:
     ) -> None:
         self.options = AnswerOptions(max_new_tokens, stop_bias, dedup)
         self.options.check()
-        _check_arguments(backend, server, api_key, served_model, batch, device, dtype, max_length)
+        given = {"backend": backend, "device": device, "dtype": dtype, "max_length": max_length}
+        _check_arguments(server, batch, given | {"api_key": api_key, "served_model": served_model})
         need_packages("Detector", "torch", "transformers", "PIL", "httpx", extra="train")
-        self.model, self.batch = find_model(model), batch
-        check_model_folder(self.model)
+        self.model, self.batch = find_whole_model(model), batch
         self._warned: set[str] = set()
-
-        from coordexp.answers.formats import load_format
-        from coordexp.rollout.prompt import PromptBuilder, load_processor
-
-        self._answer_format = load_format(self.model, answer_format)
-        self.options.check_format(self._answer_format.name)
-        self.questions = read_questions(self.model, None, self._answer_format.name)
-        table = self._answer_format.table
-        prompts = PromptBuilder(load_processor(self.model), self.questions.of_run)
-        self._generator: Generator
-        if server is not None:
-            from coordexp.detect.chat_server import ChatServerBackend
-
-            self._generator = ChatServerBackend(
-                server, prompts, table, batch=batch, api_key=api_key, served_model=served_model
+        asked = AskedModel.load(self.model, answer_format)
+        self.options.check_format(asked.answer_format.name)
+        generator = (
+            asked.connect(server, batch, api_key, served_model)
+            if server is not None
+            else asked.start(
+                backend or "hf",
+                batch,
+                max_length or _find_max_length(self.model, asked.prompts, max_new_tokens),
+                device,
+                dtype,
             )
-            return
-        self._generator = start_backend(
-            backend or "hf",
-            self.model,
-            prompts,
-            table,
-            batch=batch,
-            max_length=max_length or _find_max_length(self.model, prompts, max_new_tokens),
-            device=device,
-            dtype=dtype,
-            fixes=_engine_fixes() if backend == "vllm" else None,
         )
+        self._answering = Answering(asked, generator, self.options)
 
     @overload
     def __call__(  # type: ignore[overload-overlap]  # a str is a sequence too
@@ -140,13 +127,24 @@ class Detector:
         further arguments the model is asked for all objects, as in its training; with `classes` or `expression`
         for these only, and with `prompt` in other words, which may contain {classes} or {expression}. Raise
         DataError if an image cannot be read."""
-        if not isinstance(images, Sequence) or isinstance(images, str):
-            return self._detect([images], classes, expression, prompt)[0]
-        return self._detect(images, classes, expression, prompt)
+        is_one = not isinstance(images, Sequence) or isinstance(images, str)
+        given: Sequence[Any] = [images] if is_one else images  # type: ignore[assignment]
+        results: list[Detections] = []
+        for start in range(0, len(given), self.batch):
+            asked = []
+            for number, image in enumerate(given[start : start + self.batch], start=start + 1):
+                ref = _open(image, number)
+                asked.append((number, make_record(ref.path, ref.size, classes, expression, prompt), ref))
+            self._warn(find_untrained_request(self.model, asked[0][1]))
+            answers = self._answering.ask(asked)
+            results += [
+                Detections.of(answer, record) for answer, (_, record, _) in zip(answers, asked, strict=True)
+            ]
+        return results[0] if is_one else results
 
     def close(self) -> None:
         """End the engine or the connections. An engine also ends with the process."""
-        self._generator.close()
+        self._answering.generator.close()
 
     def __enter__(self) -> "Detector":
         return self
@@ -156,38 +154,11 @@ class Detector:
     ) -> None:
         self.close()
 
-    def _detect(
-        self,
-        images: Sequence[ImageSource],
-        classes: Sequence[str] | None,
-        expression: str | None,
-        prompt: str | None,
-    ) -> list[Detections]:
-        from coordexp.rollout.backend import Request
-
-        results: list[Detections] = []
-        for start in range(0, len(images), self.batch):
-            named = itertools.islice(enumerate(images, start=1), start, start + self.batch)
-            refs = [_open(image, number) for number, image in named]
-            records = [make_record(ref.path, ref.size, classes, expression, prompt) for ref in refs]
-            self._warn(find_untrained_request(self.model, records[0]))
-            decode = self.options.greedy()
-            requests = [
-                Request(ref, decode, question=self.questions.ask(record))
-                for ref, record in zip(refs, records, strict=True)
-            ]
-            for number, (record, rollout) in enumerate(
-                zip(records, self._generator.generate(requests), strict=True), start=start + 1
-            ):
-                answer = make_answer(number, record.image, rollout, self._answer_format, self.options.dedup)
-                results.append(Detections.of(answer, record))
-        return results
-
     def _warn(self, message: str | None) -> None:
         """Show a warning once."""
         if message is not None and message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=3)
 
 
 def _open(source: ImageSource, number: int) -> "ImageRef":
@@ -215,28 +186,14 @@ def _open(source: ImageSource, number: int) -> "ImageRef":
     return ImageRef(f"image {number}", *upright.size, upright)
 
 
-def _check_arguments(
-    backend: Backend | None,
-    server: str | None,
-    api_key: str | None,
-    served_model: str | None,
-    batch: int,
-    device: str | None,
-    dtype: str | None,
-    max_length: int | None,
-) -> None:
+def _check_arguments(server: str | None, batch: int, given: Mapping[str, Any]) -> None:
     """Raise UserError for an argument that is impossible or has no effect."""
-    if backend not in (None, "hf", "vllm"):
-        raise UserError(f"backend {backend!r} is unknown", 'use "hf" or "vllm", or give a server')
+    if given["backend"] not in (None, "hf", "vllm"):
+        raise UserError(f"backend {given['backend']!r} is unknown", 'use "hf" or "vllm", or give a server')
     if batch < 1:
         raise UserError(f"batch {batch} is not a number of images above 0")
-    asked = "server" if server is not None else (backend or "hf")
-    without_effect: dict[str, dict[str, Any]] = {
-        "server": {"backend": backend, "device": device, "dtype": dtype, "max_length": max_length},
-        "hf": {"api_key": api_key, "served_model": served_model, "max_length": max_length},
-        "vllm": {"api_key": api_key, "served_model": served_model, "device": device},
-    }
-    if names := [name for name, value in without_effect[asked].items() if value is not None]:
+    asked = "server" if server is not None else (given["backend"] or "hf")
+    if names := [name for name in WITHOUT_EFFECT[asked] if given[name] is not None]:
         raise UserError(f"{' and '.join(names)}: no effect with {asked}", "leave it out")
 
 
@@ -249,16 +206,3 @@ def _find_max_length(model: Path, prompts: "PromptBuilder", max_new_tokens: int)
     positions = (config.get("text_config") or config).get("max_position_embeddings")
     needed = most_image_tokens(prompts.processor) + QUESTION_TOKENS + max_new_tokens
     return min(needed, positions) if isinstance(positions, int) else needed
-
-
-def _engine_fixes() -> Any:
-    from coordexp.rollout.start import EngineFixes
-
-    return EngineFixes(
-        length=f"give a lower max_length, {OR_HF}",
-        cache=f"give a lower max_length or a lower batch, {OR_HF}",
-        memory=f"free memory on this device, {OR_HF}",
-        parallel=f"use a GPU that this model fits, {OR_HF}",
-        unknown=f"what vLLM has printed may say more; if it is memory, give a lower max_length or batch; {OR_HF}",
-        failed=f"if it is memory, give a lower batch, {OR_HF}",
-    )

@@ -13,12 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordexp.config.settings import AnswerFormatName
-from coordexp.data import Questions, Record, RecordFile
-from coordexp.data.addresses import join_address
+from coordexp.data import Record, RecordFile
 from coordexp.data.images import read_image_size
-from coordexp.data.stores import read_ahead
-from coordexp.detect.answering import Answering, AnswerOptions, make_record
+from coordexp.detect.answering import AnswerOptions, AskedModel, make_record
 from coordexp.errors import DataError, UserError, describe_exception
 from coordexp.files import both_ends, open_file, write_whole
 from coordexp.tasks import ignore
@@ -97,25 +94,18 @@ def _list_files(sources: Sequence[Path]) -> Iterator[Path]:
             yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def identify(
-    model: Path,
-    source: Source,
-    questions: Questions,
-    options: AnswerOptions,
-    server: str | None,
-    answer_format: AnswerFormatName,
-) -> dict[str, Any]:
+def identify(model: AskedModel, source: Source, options: AnswerOptions, server: str | None) -> dict[str, Any]:
     """Return everything that decides the predictions. The names of the parts appear in error messages. Weights are
     hashed by their size and both ends: a copy has the same hash."""
-    hashes = []
-    for file in sorted(model.glob("*.safetensors")):
+    hashes, answer_format = [], model.answer_format.name
+    for file in sorted(model.folder.glob("*.safetensors")):
         with open_file(file) as opened:
             head, tail, size = both_ends(opened, END)
         hashes.append(hashlib.sha256(head + tail + size.to_bytes(8, "big")).hexdigest())
     return {
         "model": hashes,
         "data": source.sha256,
-        **asdict(questions),
+        **asdict(model.questions),
         **({} if answer_format == "coord_tokens" else {"answer_format": answer_format}),
         **options.identity(),
         **({} if server is None else {"server": server}),
@@ -188,25 +178,3 @@ class UnfinishedPredictions:
 
         with self.path.open("ab") as file:
             file.write("".join(map(to_line, answers)).encode("utf-8", errors="backslashreplace"))
-
-    def answer(
-        self,
-        answers: "list[ImageAnswer]",
-        images: "Truth",
-        answering: Answering,
-        batch: int,
-        advance: Callable[[], None],
-    ) -> None:
-        """Add the missing answers, batch by batch, in memory and on disk. Call `advance` after each image."""
-        for start in range(len(answers) // answering.options.answers_per_image, len(images), batch):
-            asked = images[start : start + batch]
-            soon = images[start : start + 2 * batch]  # the images of the next batch are read meanwhile
-            read_ahead(join_address(answering.folder, record.image) for _, record in soon)
-            new = answering.answer_batch(asked)
-            self.add(new)
-            answers += new
-            for _ in asked:
-                advance()
-
-    def remove(self) -> None:
-        self.path.unlink()

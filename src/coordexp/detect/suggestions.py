@@ -35,7 +35,7 @@ from typing_extensions import TypedDict
 
 from coordexp.data import BINS, Geometry, Record, RecordFile, RecordObject, TrueObject, is_degenerate
 from coordexp.data.addresses import move_address
-from coordexp.data.records import Id, ObjectLine, Space, check_value, load_strictly, read_object
+from coordexp.data.records import Id, ObjectLine, Space, check_value, load_strictly
 from coordexp.errors import DataError, explain
 from coordexp.files import read_file, write_whole
 
@@ -302,7 +302,7 @@ def read_suggestions(path: Path) -> SuggestionFile:
             if value["id"] != number:
                 raise ValueError(f"id {value['id']}; ids are the numbers of the lines, from 1")
             place = (number, value["image_id"], value["image"], value["labels"])
-            item = read_object(value, "the suggestion")
+            item = RecordObject.of(value)
             suggestions.append(Suggestion(*place, item, value["score"], value.get("agreement")))
     return SuggestionFile(tuple(suggestions), hashlib.sha256(content).hexdigest())
 

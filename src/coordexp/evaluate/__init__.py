@@ -5,15 +5,7 @@ answers on disk.
 """
 
 from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, replace_scores
-from coordexp.evaluate.predictions import (
-    Predictions,
-    check_predictions,
-    read_checked_predictions,
-    read_predictions,
-    read_results,
-    read_truth,
-    write_predictions,
-)
+from coordexp.evaluate.predictions import read_predictions, read_results, read_truth, write_predictions
 from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate, evaluate_results
 
 __all__ = [
@@ -21,12 +13,9 @@ __all__ = [
     "Detection",
     "EvaluationReport",
     "ImageAnswer",
-    "Predictions",
-    "check_predictions",
     "count_by_image",
     "evaluate",
     "evaluate_results",
-    "read_checked_predictions",
     "read_predictions",
     "read_results",
     "read_truth",

@@ -20,8 +20,8 @@ from pydantic import AllowInfNan, ConfigDict, Field, Strict, TypeAdapter
 from coordexp.answers.entries import PredictedObject
 from coordexp.answers.formats import AnswerFormat, is_readable
 from coordexp.answers.match import find_duplicates
-from coordexp.data import BINS, Geometry, GeometryKind, Record, is_degenerate, to_pixels
-from coordexp.data.geometry import COUNT_RULE, is_valid_count
+from coordexp.data import Geometry, GeometryKind, Record, to_pixels
+from coordexp.data.geometry import check_bins
 from coordexp.data.records import check_value
 from coordexp.rollout.backend import Rollout
 
@@ -57,10 +57,7 @@ class AnswerObject:
             return
         if self.desc is None or self.kind is None or self.bins is None:
             raise ValueError("an object without desc, kind or bins needs a reason")
-        if not is_valid_count(self.kind, len(self.bins)):
-            raise ValueError(f"{self.kind} has {len(self.bins)} bins; {COUNT_RULE}")
-        if not all(0 <= bin < BINS for bin in self.bins) or is_degenerate(self.kind, self.bins):
-            raise ValueError(f"{self.kind} {self.bins} has no area, or is outside the bins 0 to {BINS - 1}")
+        check_bins(self.kind, self.bins)
 
     @property
     def geometry(self) -> Geometry:
@@ -119,48 +116,27 @@ class ImageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """A COCO result: a box x, y, width, height in pixels, and for a polygon also its rings."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    image_id: _Count
-    category_id: _Count
-    desc: _Text
-    bbox: tuple[_Number, _Number, _Number, _Number]
-    score: _Number
-    segmentation: Annotated[tuple[tuple[_Number, ...], ...], Field(min_length=1)] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        values = {
-            "image_id": self.image_id,
-            "category_id": self.category_id,
-            "desc": self.desc,
-            "bbox": self.bbox,
-            "score": self.score,
-        }
-        return values if self.segmentation is None else values | {"segmentation": self.segmentation}
-
-
-@dataclass(frozen=True, slots=True)
-class CocoResult:
-    """A detection in the results list of any detector: a box x, y, width, height in pixels, and polygons or a mask
-    as run lengths, if it has one. Other keys are ignored."""
+    """A COCO result: a box x, y, width, height in pixels, and for a polygon also its rings. Results of other
+    detectors may have masks as run lengths, and no `desc`; their other keys are ignored."""
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
     image_id: _Count
     category_id: _Count
-    score: _Number
     bbox: tuple[_Number, _Number, _Length, _Length]
+    score: _Number
     segmentation: list[list[_Number]] | dict[str, Any] | None = None
+    desc: _Text | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in ("image_id", "category_id", "bbox", "score")}
-        return values if not self.segmentation else values | {"segmentation": self.segmentation}
+        """Return the result as it stands in a file."""
+        ids = {"image_id": self.image_id, "category_id": self.category_id}
+        desc = {} if self.desc is None else {"desc": self.desc}
+        shapes = {"segmentation": self.segmentation} if self.segmentation else {}
+        return ids | desc | {"bbox": self.bbox, "score": self.score} | shapes
 
 
 _ANSWER = TypeAdapter(ImageAnswer)
-_RESULT = TypeAdapter(CocoResult)
 _DETECTION = TypeAdapter(Detection)
 
 
@@ -172,13 +148,8 @@ def parse_answer(line: str | bytes) -> ImageAnswer:
 
 
 def parse_detection(value: Any) -> Detection:
-    """Return the detection of an entry of a COCO results list. Raise ValueError if it is wrong."""
-    return check_value(_DETECTION, value)
-
-
-def parse_result(value: Any) -> CocoResult:
     """Return an entry of the results list of any detector. Raise ValueError if it is wrong."""
-    return check_value(_RESULT, value)
+    return check_value(_DETECTION, value)
 
 
 def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:

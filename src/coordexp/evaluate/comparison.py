@@ -20,21 +20,25 @@ from coordexp.data import GeometryKind, Record, RecordObject
 from coordexp.data.geometry import box_ring
 from coordexp.data.masks import decode_mask
 from coordexp.errors import DataError, explain
-from coordexp.evaluate.answer import NO_TEXT, CocoResult, Detection, ImageAnswer, bins_to_pixels
+from coordexp.evaluate.answer import NO_TEXT, Detection, ImageAnswer, bins_to_pixels
 from coordexp.evaluate.predictions import NAMING_RULE, Truth, category_ids, check_same_image
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A shape in pixels, as in `Geometry`: x1, y1, x2, y2 of a box, or x and y of each vertex of a polygon. A
-    shape that no single polygon describes has a `mask` as run lengths; its `coords` are the corners of its box."""
+    shape that no single polygon describes has a `mask` as run lengths; its `coords` are the corners of its box.
+    Another detector may state a box that is not the one around its polygon."""
 
     kind: GeometryKind
     coords: tuple[float, ...]
     mask: dict[str, Any] | None = None
+    stated_box: tuple[float, float, float, float] | None = None
 
     @property
     def box(self) -> tuple[float, float, float, float]:
+        if self.stated_box is not None:
+            return self.stated_box
         xs, ys = self.coords[::2], self.coords[1::2]
         return min(xs), min(ys), max(xs), max(ys)
 
@@ -77,50 +81,60 @@ class ImageComparison:
 def compare_images(truth: Truth, answers: Sequence[ImageAnswer]) -> list[ImageComparison]:
     """Return one comparison per image, in the order of the ground truth. Raise DataError if the answers are not
     about the same images."""
-    by_id = {answer.image_id: answer for answer in answers}
     _check_ids(truth, answers)
-    return [_compare_image(image_id, record, by_id[image_id]) for image_id, record in truth]
+    by_id = {answer.image_id: answer for answer in answers}
+    comparisons = []
+    for image_id, record in truth:
+        check_same_image(by_id[image_id], record)
+        predicted = []
+        for item in by_id[image_id].valid:
+            assert item.desc is not None and item.kind is not None and item.bins is not None
+            shape = Shape(item.kind, bins_to_pixels(item.bins, record))
+            predicted.append(LabelledShape(item.desc, shape, item.score))
+        comparisons.append(_compare_image(record, by_id[image_id], predicted))
+    return comparisons
 
 
-def compare_results(truth: Truth, results: Sequence[CocoResult]) -> list[ImageComparison]:
+def compare_results(truth: Truth, results: Sequence[Detection]) -> list[ImageComparison]:
     """Return one comparison per image with the detections of another detector. An image without detections is one
     in which it found nothing. Raise DataError if a detection is about another image."""
-    categories = {number: desc for desc, number in category_ids(truth).items()}
-    by_image: dict[int, list[LabelledShape]] = {image_id: [] for image_id, _ in truth}
+    records, descs = dict(truth), {number: desc for desc, number in category_ids(truth).items()}
+    by_image: dict[int, list[LabelledShape]] = {image_id: [] for image_id in records}
     if unknown := sorted({result.image_id for result in results} - by_image.keys()):
         raise DataError(
             f"{_format_ids(unknown)} of the detections not in the data",
             f"give the data they are about; {NAMING_RULE}",
         )
-    records = dict(truth)
     for result in results:
-        desc, record = (
-            categories.get(result.category_id, f"category {result.category_id}"),
-            records[result.image_id],
-        )
-        if record.classes is not None and desc not in record.classes:
-            continue  # the record does not ask for this class
-        shape = to_shape(result, record)
-        by_image[result.image_id].append(LabelledShape(desc, shape, result.score))
-    comparisons = []
-    for image_id, record in truth:
-        true, predicted = _true_shapes(image_id, record), tuple(by_image[image_id])
-        overlap = iou([o.shape for o in predicted], [o.shape for o in true], record.width, record.height)
-        answer = ImageAnswer(image_id, record.image, "", NO_TEXT, 0, ())
-        comparisons.append(ImageComparison(image_id, record, answer, true, predicted, overlap))
-    return comparisons
+        record = records[result.image_id]
+        desc = descs.get(result.category_id, f"category {result.category_id}")
+        if record.classes is None or desc in record.classes:  # the others are not asked for
+            shape = _to_shape(result, record)
+            by_image[result.image_id].append(LabelledShape(desc, shape, result.score))
+    return [
+        _compare_image(record, ImageAnswer(image_id, record.image, "", NO_TEXT, 0, ()), by_image[image_id])
+        for image_id, record in truth
+    ]
 
 
-def to_shape(result: Detection | CocoResult, record: Record) -> Shape:
+def _compare_image(record: Record, answer: ImageAnswer, predicted: Sequence[LabelledShape]) -> ImageComparison:
+    image_id = answer.image_id
+    true = tuple(_true_shape(image_id, k, record, item) for k, item in enumerate(record.asked_objects))
+    sides = [item.shape for item in predicted], [item.shape for item in true]
+    overlap = iou(*sides, record.width, record.height)
+    return ImageComparison(image_id, record, answer, true, tuple(predicted), overlap)
+
+
+def _to_shape(result: Detection, record: Record) -> Shape:
     x, y, width, height = result.bbox
     box = (x, y, x + width, y + height)
     match result.segmentation:
         case None | []:
             return Shape("bbox_2d", box)
         case [ring]:
-            return Shape("poly", tuple(ring))
-        case list() | tuple() as rings:
-            parts = rle.frPyObjects([list(ring) for ring in rings], record.height, record.width)
+            return Shape("poly", tuple(ring), stated_box=box)
+        case list() as rings:
+            parts = rle.frPyObjects(rings, record.height, record.width)
             return Shape("poly", box_ring(box), dict(rle.merge(parts)))
         case mask:
             with explain(ValueError, f"segmentation of an object in {record.image}", "write the masks again"):
@@ -176,23 +190,6 @@ def _check_ids(truth: Truth, answers: Sequence[ImageAnswer]) -> None:
 def _format_ids(ids: Sequence[int]) -> str:
     shown = ", ".join(map(str, ids[:5])) + (", ..." if len(ids) > 5 else "")
     return f"{len(ids)} image_id{'s' if len(ids) > 1 else ''} ({shown})"
-
-
-def _compare_image(image_id: int, record: Record, answer: ImageAnswer) -> ImageComparison:
-    check_same_image(answer, record)
-    true = _true_shapes(image_id, record)
-    predicted = []
-    for item in answer.valid:
-        assert item.desc is not None and item.kind is not None and item.bins is not None
-        shape = Shape(item.kind, bins_to_pixels(item.bins, record))
-        predicted.append(LabelledShape(item.desc, shape, item.score))
-    sides = [item.shape for item in predicted], [item.shape for item in true]
-    overlap = iou(*sides, record.width, record.height)
-    return ImageComparison(image_id, record, answer, true, tuple(predicted), overlap)
-
-
-def _true_shapes(image_id: int, record: Record) -> tuple[LabelledShape, ...]:
-    return tuple(_true_shape(image_id, k, record, item) for k, item in enumerate(record.asked_objects))
 
 
 def _true_shape(image_id: int, index: int, record: Record, item: RecordObject) -> LabelledShape:

@@ -18,9 +18,10 @@ the `category_id` of its objects, or else a number of its own. Reading is strict
 
 import itertools
 import json
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -29,13 +30,11 @@ from coordexp.data.export import number_classes
 from coordexp.errors import DataError, explain
 from coordexp.evaluate.answer import (
     AnswerObject,
-    CocoResult,
     Detection,
     ImageAnswer,
     bins_to_pixels,
     parse_answer,
     parse_detection,
-    parse_result,
 )
 from coordexp.files import write_whole
 
@@ -43,12 +42,6 @@ Truth = Sequence[tuple[int, Record]]  # records with the numbers that name their
 NAMING_RULE = "an image_id is that of a record, or the number of its line if it has none"
 OPTIONAL = ("dropped", "sample", "answer_format")  # fields of an answer that are written only if they have a value
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    detections: tuple[Detection, ...]
-    answers: tuple[ImageAnswer, ...]
 
 
 def answers_path(path: Path) -> Path:
@@ -179,7 +172,7 @@ def read_samples(path: Path, count: int, image_ids: Sequence[int]) -> list[list[
     return [[samples[k] for samples in by_image.values()] for k in range(1, count + 1)]
 
 
-def read_results(path: Path, truth: Truth) -> list[CocoResult]:
+def read_results(path: Path, truth: Truth) -> list[Detection]:
     """Return the detections of a COCO results file of any detector. An image may be named by its `image_id`, or as
     Ultralytics does it: by a `file_name`, or by the name of its file without the ending, as a number if it is one.
     Raise DataError if an entry is wrong, or if two images may be meant."""
@@ -191,7 +184,7 @@ def read_results(path: Path, truth: Truth) -> list[CocoResult]:
         with explain(ValueError, f"{path}: [{k}]", "give the data that the detections are about"):
             if isinstance(item, dict) and (image_id := names.find(item)) is not None:
                 item = item | {"image_id": image_id}
-        results.append(read_checked(parse_result, item, f"{path}: [{k}]"))
+        results.append(read_checked(parse_detection, item, f"{path}: [{k}]"))
     return results
 
 
@@ -238,8 +231,9 @@ class _ImageNames:
         return {}
 
 
-def read_predictions(path: Path) -> Predictions:
-    """Read both files and check each line by itself. `check_predictions` compares them with the data."""
+def read_predictions(path: Path, truth: Truth) -> tuple[ImageAnswer, ...]:
+    """Return the answers of predictions. Raise DataError if one of the two files is missing or wrong, or if they
+    do not belong to each other and to this data."""
     if not path.is_file():
         raise DataError(f"{path}: no such file", "give the file that `coordexp predict --out` wrote")
     if not answers_path(path).is_file():
@@ -247,10 +241,21 @@ def read_predictions(path: Path) -> Predictions:
             f"{answers_path(path)}: no such file",
             f"keep both files of the predictions together, {path.name} and {answers_path(path).name}",
         )
-    detections = tuple(
-        read_checked(parse_detection, item, f"{path}: [{k}]") for k, item in enumerate(_read_list(path))
-    )
-    return Predictions(detections, tuple(_read_answers(answers_path(path))))
+    detections, answers = _read_list(path), tuple(_read_answers(answers_path(path)))
+    expected = [to_json(detection.as_dict()) for detection in to_detections(answers, truth)]
+    if len(expected) != len(detections):
+        raise DataError(
+            f"{path}: {len(detections)} detections, but {len(expected)} valid objects in the answers",
+            "use two files of the same run",
+        )
+    for k, (listed, derived) in enumerate(zip(detections, expected, strict=True)):
+        if listed != json.loads(derived):
+            raise DataError(
+                f"{path}: detection [{k}] is {reprlib.repr(listed)}, but according to the answers and the data it "
+                f"is {derived}",
+                "give the data that was predicted on; these files do not belong together",
+            )
+    return answers
 
 
 def _read_list(path: Path) -> list[Any]:
@@ -260,30 +265,6 @@ def _read_list(path: Path) -> list[Any]:
     if not isinstance(listed, list):
         raise DataError(f"{path}: not a list", "give a COCO results file, which is a list of detections")
     return listed
-
-
-def read_checked_predictions(path: Path, records: Records) -> tuple[Truth, tuple[ImageAnswer, ...]]:
-    """Return the data and the answers of both files. Raise DataError if they do not belong together."""
-    predictions, truth = read_predictions(path), read_truth(records)
-    check_predictions(predictions, truth)
-    return truth, predictions.answers
-
-
-def check_predictions(predictions: Predictions, truth: Truth) -> None:
-    """Raise DataError if the two files differ from each other, or are not about this data."""
-    expected = list(to_detections(predictions.answers, truth))
-    if len(expected) != len(predictions.detections):
-        raise DataError(
-            f"{len(predictions.detections)} detections, but {len(expected)} valid objects in the answers",
-            "use two files of the same run",
-        )
-    for k, (listed, derived) in enumerate(zip(predictions.detections, expected, strict=True)):
-        if not _is_same(listed, derived):
-            raise DataError(
-                f"detection [{k}] is {to_json(listed.as_dict())}, but according to the answers and the data it "
-                f"is {to_json(derived.as_dict())}",
-                "give the data that was predicted on; these files do not belong together",
-            )
 
 
 def _to_detection(item: AnswerObject, image_id: int, record: Record, category: int) -> Detection:
@@ -296,17 +277,8 @@ def _to_detection(item: AnswerObject, image_id: int, record: Record, category: i
     ring = bins_to_pixels(item.bins, record)
     xs, ys = ring[::2], ring[1::2]
     box = (min(xs), min(ys), max(xs) - min(xs), max(ys) - min(ys))
-    return Detection(image_id, category, item.desc, box, item.score, (ring,) if item.kind == "poly" else None)
-
-
-def _is_same(left: Detection, right: Detection) -> bool:
-    """Return True if two detections are equal up to a hundredth of a pixel."""
-    sides = (left, right)
-    ids = [(side.image_id, side.category_id, side.desc, side.score) for side in sides]
-    numbers = [[*side.bbox, *(v for ring in side.segmentation or () for v in ring)] for side in sides]
-    if ids[0] != ids[1] or len(numbers[0]) != len(numbers[1]):
-        return False
-    return all(abs(a - b) < 0.01 for a, b in zip(*numbers, strict=True))
+    rings = [list(ring)] if item.kind == "poly" else None
+    return Detection(image_id, category, box, item.score, rings, item.desc)
 
 
 def to_json(value: Any) -> str:

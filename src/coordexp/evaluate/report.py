@@ -10,16 +10,15 @@ is its rectangle. COCO considers at most 100 detections per image.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 from hotcoco import COCO, COCOeval
 from numpy.typing import NDArray
 
-from coordexp.evaluate.answer import CocoResult, Detection, ImageAnswer
+from coordexp.evaluate.answer import Detection, ImageAnswer
 from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT, Behaviour, observe, observe_image, true_classes
 from coordexp.evaluate.comparison import (
     ImageComparison,
@@ -28,7 +27,6 @@ from coordexp.evaluate.comparison import (
     compare_results,
     encode_mask,
     mask_area,
-    to_shape,
 )
 from coordexp.evaluate.matching import (
     THRESHOLDS,
@@ -46,7 +44,7 @@ from coordexp.evaluate.matching import (
     score_curve,
     thin_curve,
 )
-from coordexp.evaluate.predictions import Truth, category_ids, to_detections, unknown_category_id
+from coordexp.evaluate.predictions import Truth, category_ids
 
 NAMES = {
     "AP": "ap",
@@ -73,31 +71,33 @@ class CocoScores:
     classes: dict[str, float | None]
 
 
-def coco_scores(
-    comparisons: Sequence[ImageComparison], detections: Sequence[Detection | CocoResult], kind: str
-) -> CocoScores:
-    """Return the numbers for boxes (`kind` is bbox) or masks (segm). A detection of a class that the ground truth
+def coco_scores(comparisons: Sequence[ImageComparison], kind: str) -> CocoScores:
+    """Return the numbers for boxes (`kind` is bbox) or masks (segm). A prediction of a class that the ground truth
     does not have belongs to no category and is not counted."""
     categories = _category_ids(comparisons)
-    truth = COCO(coco_truth(comparisons))
-    unknown = unknown_category_id(categories)
-    known = [detection for detection in detections if detection.category_id != unknown]
-    entries = [detection.as_dict() for detection in known]
-    if kind == "segm":  # with a box, a mask would count as small or large by the area of the box
-        records = {image.image_id: image.record for image in comparisons}
-        for detection, entry in zip(known, entries, strict=True):
-            record = records[detection.image_id]
-            del entry["bbox"]
-            entry["segmentation"] = encode_mask(to_shape(detection, record), record.width, record.height)
-    evaluation = COCOeval(truth, truth.load_res(entries), kind)
+    truth, results = COCO(coco_truth(comparisons)), list[dict[str, Any]]()
+    for image in comparisons:
+        for item in image.predicted:
+            if item.desc in categories:
+                ids = {"image_id": image.image_id, "category_id": categories[item.desc], "score": item.score}
+                results.append(ids | _to_result(item, image, kind))
+    evaluation = COCOeval(truth, truth.load_res(results), kind)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summary_lines()  # fills the results; `summarize` would also print them
-    results = evaluation.get_results(per_class=True)
+    numbers = evaluation.get_results(per_class=True)
     return CocoScores(
-        {ours: _none_if_absent(results[theirs]) for theirs, ours in NAMES.items()},
-        {desc: _none_if_absent(results.get(f"AP/{number}", -1.0)) for desc, number in categories.items()},
+        {ours: _none_if_absent(numbers[theirs]) for theirs, ours in NAMES.items()},
+        {desc: _none_if_absent(numbers.get(f"AP/{number}", -1.0)) for desc, number in categories.items()},
     )
+
+
+def _to_result(item: LabelledShape, image: ImageComparison, kind: str) -> dict[str, Any]:
+    """Return a predicted object as COCO has it. A mask has no box: its area would count as that of the box."""
+    if kind == "segm":
+        return {"segmentation": encode_mask(item.shape, image.record.width, image.record.height)}
+    x1, y1, x2, y2 = item.shape.box
+    return {"bbox": [x1, y1, x2 - x1, y2 - y1]}
 
 
 def coco_truth(comparisons: Sequence[ImageComparison]) -> dict[str, Any]:
@@ -274,38 +274,43 @@ class EvaluationReport:
 
 def evaluate(truth: Truth, answers: Sequence[ImageAnswer]) -> EvaluationReport:
     """Compare answers with the ground truth of the same images. Raise DataError if they do not belong together."""
-    notes = (*_note_dropped(answers), *_note_unread(answers))
-    return _report(compare_images(truth, answers), partial(to_detections, answers, truth), notes)
+    return _report(compare_images(truth, answers), _note_answers(answers))
 
 
-def evaluate_results(truth: Truth, results: Sequence[CocoResult]) -> EvaluationReport:
+def evaluate_results(truth: Truth, results: Sequence[Detection]) -> EvaluationReport:
     """Compare the detections of another detector with the ground truth. Rates that need answers are of nothing.
     Raise DataError if a detection is about an image that the ground truth does not have."""
-    comparisons = compare_results(truth, results)
-    categories = set(category_ids(truth).values())
-    known = [result for result in results if result.category_id in categories]
-    notes = (NO_ANSWERS, *_note_unknown_categories(results, categories))
-    return _report(comparisons, partial(iter, known), notes)
+    comparisons, known = compare_results(truth, results), set(category_ids(truth).values())
+    notes = [NO_ANSWERS]
+    if unknown := [result.category_id for result in results if result.category_id not in known]:
+        notes.append(
+            f"{len(unknown):,} of {len(results):,} detections have a category_id that no class of the data has, "
+            f"first {min(unknown)}: the detector may number classes in another way, e.g. from 0, and then all "
+            "classes are compared with others"
+        )
+    return _report(comparisons, notes)
 
 
-def _note_unknown_categories(results: Sequence[CocoResult], known: set[int]) -> tuple[str, ...]:
-    unknown = [result.category_id for result in results if result.category_id not in known]
-    if not unknown:
-        return ()
-    return (
-        f"{len(unknown):,} of {len(results):,} detections have a category_id that no class of the data has, first "
-        f"{min(unknown)}: the detector may number classes in another way, e.g. from 0, and then all classes are "
-        "compared with others",
-    )
+def _note_answers(answers: Sequence[ImageAnswer]) -> list[str]:
+    """Return notes about objects that were dropped, and about images that could not be read."""
+    notes = []
+    if dropped := sum(len(answer.dropped) for answer in answers):
+        plural = "s" if dropped > 1 else ""
+        notes.append(
+            f"`predict --dedup` dropped {dropped} object{plural} as duplicate{plural}; no number counts them"
+        )
+    if unread := [answer.image for answer in answers if not answer.was_asked]:
+        plural = "s" if len(unread) > 1 else ""
+        notes.append(
+            f"{len(unread)} image{plural} could not be read (the first is {unread[0]}): the model was not asked, "
+            "and their true objects count as missed"
+        )
+    return notes
 
 
-def _report(
-    comparisons: Sequence[ImageComparison],
-    detections: Callable[[], Iterator[Detection | CocoResult]],
-    notes_on_answers: tuple[str, ...],
-) -> EvaluationReport:
+def _report(comparisons: Sequence[ImageComparison], notes: Sequence[str]) -> EvaluationReport:
     matchings = [match_image(image) for image in comparisons]
-    boxes, masks, notes = _coco(comparisons, detections)
+    boxes, masks, coco_notes = _coco(comparisons)
     return EvaluationReport(
         score(comparisons, matchings, with_class=True),
         score(comparisons, matchings, with_class=False),
@@ -319,7 +324,7 @@ def _report(
             ImageReport(image, matching.with_class[0])
             for image, matching in zip(comparisons, matchings, strict=True)
         ),
-        (*notes, *notes_on_answers),
+        (*coco_notes, *notes),
     )
 
 
@@ -353,35 +358,16 @@ def _count_image(
     return counts
 
 
-def _note_dropped(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
-    dropped = sum(len(answer.dropped) for answer in answers)
-    if not dropped:
-        return ()
-    plural = "s" if dropped > 1 else ""
-    return (f"`predict --dedup` dropped {dropped} object{plural} as duplicate{plural}; no number counts them",)
-
-
-def _note_unread(answers: Sequence[ImageAnswer]) -> tuple[str, ...]:
-    unread = [answer.image for answer in answers if not answer.was_asked]
-    if not unread:
-        return ()
-    count = f"{len(unread)} image{'s' if len(unread) > 1 else ''} could not be read (the first is {unread[0]})"
-    return (f"{count}: the model was not asked, and their true objects count as missed",)
-
-
-def _coco(
-    comparisons: Sequence[ImageComparison], read_detections: Callable[[], Iterator[Detection | CocoResult]]
-) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
+def _coco(comparisons: Sequence[ImageComparison]) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:
     """Return COCO's numbers for boxes and masks, and notes about them."""
     objects = [item for image in comparisons for item in image.predicted]
     if not any(image.true for image in comparisons):
         return None, None, ("no AP: the data has no true object",)
     if unscored := sum(item.score is None for item in objects):
         return None, None, (f"no AP: {unscored} of {len(objects)} objects have no score",)
-    detections = list(read_detections())
-    boxes = coco_scores(comparisons, detections, "bbox")
+    boxes = coco_scores(comparisons, "bbox")
     has_polygons = any(item.shape.kind == "poly" for image in comparisons for item in image.true)
-    masks = coco_scores(comparisons, detections, "segm") if has_polygons else None
+    masks = coco_scores(comparisons, "segm") if has_polygons else None
     all_equal = len(objects) > 1 and len({item.score for item in objects}) == 1
     note = "all scores are equal: AP depends on the order of the answers; F1 does not"
     return boxes, masks, (note,) if all_equal else ()

@@ -14,7 +14,7 @@ from typing import Any
 
 from coordexp.evaluate.answer import ImageAnswer
 from coordexp.evaluate.behaviour import Rate, find_duplicates
-from coordexp.evaluate.comparison import ImageComparison, compare_images
+from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.matching import THRESHOLDS, MatchCounts, match_image
 from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.report import counts_to_dict
@@ -66,10 +66,10 @@ class SamplesReport:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """An answer compared with the labels. `with_class` and `any_class` are the true objects that it has."""
+    """An answer to an image, compared with its labels. `with_class` and `any_class` are the true objects that it
+    has."""
 
-    predicted: int
-    true: int
+    counts: AnswerCounts
     with_class: frozenset[int]
     any_class: frozenset[int]
     duplicates: int
@@ -77,7 +77,7 @@ class _Outcome:
     @property
     def rank(self) -> tuple[float, int]:
         """F1, then the absence of duplicates. No prediction where there is no object is right."""
-        f1 = MatchCounts(len(self.with_class), self.predicted, self.true).f1
+        f1 = self.counts.with_class.f1
         return 1.0 if f1 is None else f1, -self.duplicates
 
 
@@ -91,7 +91,7 @@ def evaluate_samples(
         k: _add_up(max(outcomes[:k], key=attrgetter("rank")) for outcomes in by_image)
         for k in sample_counts(len(samples))
     }
-    true = sum(outcomes[0].true for outcomes in by_image)
+    true = best[1].with_class.true
     union, union_any_class = (
         Rate(sum(len(frozenset[int]().union(*map(objects, outcomes))) for outcomes in by_image), true)
         for objects in (attrgetter("with_class"), attrgetter("any_class"))
@@ -105,22 +105,19 @@ def sample_counts(count: int) -> list[int]:
 
 
 def _compare(truth: Truth, answers: Sequence[ImageAnswer]) -> list[_Outcome]:
-    return [_compare_image(image) for image in compare_images(truth, answers)]
-
-
-def _compare_image(image: ImageComparison) -> _Outcome:
-    matching = match_image(image, THRESHOLDS[:1])
-    with_class, any_class = (
-        frozenset(j for _, j in pairs[0]) for pairs in (matching.with_class, matching.any_class)
-    )
-    duplicates = len(find_duplicates(image, matching))
-    return _Outcome(len(image.predicted), len(image.true), with_class, any_class, duplicates)
+    outcomes = []
+    for image in compare_images(truth, answers):
+        matching = match_image(image, THRESHOLDS[:1])
+        pairs = matching.with_class[0], matching.any_class[0]
+        counts = AnswerCounts(*(MatchCounts(len(side), len(image.predicted), len(image.true)) for side in pairs))
+        with_class, any_class = (frozenset(j for _, j in side) for side in pairs)
+        outcomes.append(_Outcome(counts, with_class, any_class, len(find_duplicates(image, matching))))
+    return outcomes
 
 
 def _add_up(outcomes: Iterable[_Outcome]) -> AnswerCounts:
-    answers = list(outcomes)
-    predicted, true = sum(answer.predicted for answer in answers), sum(answer.true for answer in answers)
-    return AnswerCounts(
-        MatchCounts(sum(len(answer.with_class) for answer in answers), predicted, true),
-        MatchCounts(sum(len(answer.any_class) for answer in answers), predicted, true),
-    )
+    total = AnswerCounts(MatchCounts(0, 0, 0), MatchCounts(0, 0, 0))
+    for outcome in outcomes:
+        counts = outcome.counts
+        total = AnswerCounts(total.with_class + counts.with_class, total.any_class + counts.any_class)
+    return total

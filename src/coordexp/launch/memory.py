@@ -9,7 +9,6 @@ tensors are constants. This module imports no torch.
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,7 +29,6 @@ from coordexp.shapes import (
 )
 
 Parts = dict[str, float]  # the bytes of each part of a process on one GPU
-Gpus = tuple[tuple[int, ...], tuple[int, ...]]  # those of servers, and those of learners
 Rollouts = Literal["none", "hf", "colocate", "server"]  # with transformers; vLLM beside the learner or in servers
 
 GIB = 2**30
@@ -120,43 +118,66 @@ class Learner:
 
     def __init__(self, settings: Settings, model: Model, row: RowSize, ranks: int = 1) -> None:
         training = settings.training
-        self.model, self.row, self.ranks = model, row, ranks
+        self.shape, self.weights, self.row, self.ranks = model.shape, model.weights, row, ranks
         self.adapter, self.frozen = settings.model.adapter, settings.model.freeze
         self.optimizer, self.checkpointing = training.optim, training.gradient_checkpointing
         self.shards = ranks if training.fsdp else 1  # of weights, gradients and optimizer states
-        self.weight_bytes = self.compute = self.norm = BYTES[settings.learner_dtype]  # of one number
-        if training.bf16 or training.fp16:  # autocast: on a CPU it also computes a LayerNorm with 16 bits
-            self.compute, self.norm = 2, 2 if training.use_cpu else FLOAT32
-        self.copies_weights = self.compute < self.weight_bytes
+        self.weight_bytes = BYTES[settings.learner_dtype]  # of one number
+        self.compute = 2 if training.bf16 or training.fp16 else self.weight_bytes
+        self.casts = self.compute < self.weight_bytes  # autocast
         self.trained = self._count_trained()
 
     def at_rest(self) -> Parts:
         """Return what is there between two steps."""
-        parts = {WEIGHTS: count_parameters(self.model.weights) * self.weight_bytes / self.shards}
+        states = STATE_BYTES.get(self.optimizer, ADAMW_STATES)
+        parts = {WEIGHTS: count_parameters(self.weights) * self.weight_bytes / self.shards}
         if self.adapter is not None:
             parts[ADAPTER] = self.trained * FLOAT32 / self.shards
         if self.ranks > self.shards:
             parts["gradient buckets of DDP"] = self.trained * FLOAT32
-        return parts | {
-            OPTIMIZER_STATES: self.trained * STATE_BYTES.get(self.optimizer, ADAMW_STATES) / self.shards
-        }
+        return parts | {OPTIMIZER_STATES: self.trained * states / self.shards}
 
     def least(self) -> Parts:
         """Return what does not depend on the size of rows."""
         return self.at_rest() | {GRADIENTS: self.trained * FLOAT32 / self.shards}
 
     def parts(self) -> Parts:
-        """Return all memory at the moment of a step at which it is the most."""
-        peak = max(self.moments(), key=total_bytes)
-        return self.least() | {name: bytes for name, bytes in peak.items() if bytes}
+        """Return all memory at the moment of a step at which it is the most: at the end of the forward pass, in
+        the loss, in the backward pass of a layer, or in the optimizer."""
+        held, layer = self._activations()
+        copies = {COPIES: self._weight_copies()}
+        kept = {ACTIVATIONS: held} | ({} if self.checkpointing else copies)
+        moments = [kept | copies, kept | {LOGITS: self.loss_bytes()}, kept | {BACKWARD: layer}]
+        if self.optimizer == "adamw_torch":  # on CUDA it computes on lists of tensors, with one copy
+            moments.append({"temporary copy of the optimizer": self.trained * FLOAT32 / self.shards})
+        gathered = {"weights gathered from other ranks": self._gathered_bytes()} if self.shards > 1 else {}
+        peak = max(moments, key=total_bytes)
+        return self.least() | gathered | {name: bytes for name, bytes in peak.items() if bytes}
 
-    def activation_bytes(self) -> float:
-        """Return the bytes of activations, and of what the backward pass of a layer adds, at their largest."""
-        return max(parts.get(ACTIVATIONS, 0) + parts.get(BACKWARD, 0) for parts in self.moments())
+    def generation(self, settings: Settings, image_tokens: int) -> Parts:
+        """Return the memory while the model itself answers: the keys, as wide as its weights, the values, as wide
+        as its computation, and the widest point of the first pass over the prompts."""
+        text, vision, rollout = self.shape.text, self.shape.vision, settings.rollout_matching
+        sequences, prompt = rollout.decode_batch_size, image_tokens + PROMPT_TOKENS
+        cache = (prompt + rollout.max_new_tokens) * text.layers * text.keys * (self.weight_bytes + self.compute)
+        block = image_tokens * vision.patches_per_token * (2 * vision.intermediate + 6 * vision.hidden)
+        layer = prompt * (3 * text.intermediate + 4 * text.hidden)
+        widest = max(block, layer) * self.compute + text.vocabulary * 3 * FLOAT32
+        return self.at_rest() | {CACHE: float(sequences * cache), "prompts and logits": float(sequences * widest)}
+
+    def loss_bytes(self) -> float:
+        """Return the bytes of the loss, whose head runs in chunks of positions: the hidden states of all
+        supervised positions, their coordinate logits in float32, for one chunk the logits, their gradient and
+        copies of both in float32, and the head's gradient, which autocast makes with 16 bits and then converts."""
+        text, supervised = self.shape.text, self.row.supervised
+        chunk = min(CHUNK_LOGITS, supervised * text.vocabulary)
+        head = 0 if self.adapter or self.shards > 1 else FLOAT32 + self.compute * self.casts
+        positions = supervised * (text.hidden * self.compute + COORDINATES * FLOAT32)
+        return positions + 2 * chunk * (self.compute + FLOAT32) + text.vocabulary * text.hidden * head
 
     def _count_trained(self) -> int:
         """Return the number of trained parameters. An adapter is on the linear layers that peft would choose."""
-        weights = {name: size for name, size in self.model.weights.items() if not is_frozen(name, self.frozen)}
+        weights = self._unfrozen()
         if self.adapter is None:
             return count_parameters(weights)
         targets = ".*" if self.adapter.targets == "all-linear" else self.adapter.targets
@@ -168,42 +189,33 @@ class Learner:
                 count += self.adapter.rank * sum(size) + size[0] * self.adapter.dora
         return count
 
-    def moments(self) -> Iterator[Parts]:
-        """Yield the memory beside `least` at the moments of a step that may need the most: the end of the forward
-        pass, the loss, the backward pass of a layer and of a block of the vision tower, and the optimizer's."""
-        text, vision, compute = self.model.shape.text, self.model.shape.vision, self.compute
-        tokens, patches = self.row.tokens, self.row.image_tokens * vision.patches_per_token
-        layer, block = self._layer_bytes() * tokens, self._block_bytes() * patches
-        if self.checkpointing:  # the input of every layer is kept, and one layer is computed again
-            held = text.layers * text.hidden * tokens * self.weight_bytes
-            tower = vision.depth * vision.hidden * patches * compute
-        else:
-            held, tower, layer, block = text.layers * layer, vision.depth * block, 0, 0
-        # In the backward pass of an MLP, the gradients of gate and up exist at once. peft converts the inputs of
-        # adapters to float32.
-        through_adapter = FLOAT32 if self.adapter else 0
-        layer += text.intermediate * (2 * compute + through_adapter) * tokens
-        layer += text.hidden * (FLOAT32 + compute + through_adapter) * tokens
-        block += (vision.intermediate * compute + 2 * vision.hidden * FLOAT32) * patches
-        if "vision" in self.frozen:
-            tower = block = 0
-        images = patches * vision.patch_values
-        tower += images * (FLOAT32 + (compute if self.copies_weights and "vision" not in self.frozen else 0))
-        if not {"vision", "aligner"} <= {*self.frozen}:  # the mergers, which are not checkpointed
-            casts = self.norm if self.norm > compute else 0
-            tower += (len(vision.deepstack) + 1) * vision.hidden * (3 * compute + casts) * patches
-        held += tower + text.hidden * tokens * FLOAT32 * (1 if self.adapter else 2)  # with the last norm
+    def _unfrozen(self) -> WeightShapes:
+        return {name: size for name, size in self.weights.items() if not is_frozen(name, self.frozen)}
 
-        all_copies, kept_copies, layer_copies = self._weight_copies()
-        shared = {"weights gathered from other ranks": self._gathered_bytes()} if self.shards > 1 else {}
-        if self.adapter is not None and self.adapter.train_coord_rows:  # for the embedding and the head
-            shared |= {"copies of coordinate rows": 3.0 * COORDINATES * text.hidden * self.weight_bytes}
-        yield shared | {ACTIVATIONS: held, COPIES: all_copies}
-        yield shared | {ACTIVATIONS: held, COPIES: kept_copies, LOGITS: self._loss_bytes()}
-        yield shared | {ACTIVATIONS: held, COPIES: kept_copies, BACKWARD: layer + layer_copies}
-        yield shared | {ACTIVATIONS: tower, BACKWARD: block}
-        if self.optimizer == "adamw_torch":  # on CUDA it computes on lists of tensors, with one copy
-            yield {"temporary copy of the optimizer": self.trained * FLOAT32 / self.shards}
+    def _activations(self) -> tuple[float, float]:
+        """Return the bytes that are held at the end of the forward pass, and those that the backward pass of a
+        layer adds. With checkpointing the input of every layer is held, and one layer is computed again."""
+        text, vision, compute = self.shape.text, self.shape.vision, self.compute
+        tokens, patches = self.row.tokens, self.row.image_tokens * vision.patches_per_token
+        layer, block = self._layer_bytes(), self._block_bytes()
+        of_layers, backward = text.layers * layer, 0
+        if self.checkpointing:
+            of_layers, backward, block = (
+                text.layers * text.hidden * self.weight_bytes,
+                layer,
+                vision.hidden * compute,
+            )
+        pixel = FLOAT32 + compute * self.casts
+        if "vision" in self.frozen:
+            pixel, block = FLOAT32, 0
+        # The gradients of gate and up exist at once. peft converts the inputs of adapters to float32.
+        converted = FLOAT32 if self.adapter else 0
+        backward += text.intermediate * (2 * compute + converted) + text.hidden * (FLOAT32 + compute + converted)
+        norms = text.hidden * FLOAT32 * (1 if self.adapter else 2)  # around the last norm
+        merger = 3 * compute + (FLOAT32 if compute < FLOAT32 else 0)  # with a LayerNorm in float32
+        mergers = 0 if {"vision", "aligner"} <= {*self.frozen} else merger * (len(vision.deepstack) + 1)
+        per_patch = vision.depth * block + vision.patch_values * pixel + vision.hidden * mergers
+        return tokens * (of_layers + norms) + patches * per_patch, tokens * backward
 
     def _layer_bytes(self) -> int:
         """Return the bytes per token that autograd keeps of one layer of the language model.
@@ -211,11 +223,11 @@ class Learner:
         Whole weights: the two residuals and the two normalised ones are float32; with autocast, each of five
         linear layers keeps its own 16-bit copy of its input. With an adapter, the norms are frozen and keep only
         their float32 input, and every linear layer's adapter keeps a copy of its input."""
-        text, compute, low_rank = self.model.shape.text, self.compute, 0
+        text, compute, low_rank = self.shape.text, self.compute, 0
         if self.adapter is not None:
             hidden, queries, keys = 2 * FLOAT32 + 5 * compute, FLOAT32 + 3 * compute, FLOAT32 + 2 * compute
             low_rank = 7 * self.adapter.rank * compute
-        elif self.copies_weights:
+        elif self.casts:
             hidden, queries, keys = 4 * FLOAT32 + 5 * compute, FLOAT32 + 4 * compute, FLOAT32 + 3 * compute
         else:
             hidden, queries, keys = 6 * compute, 5 * compute, 4 * compute
@@ -224,64 +236,24 @@ class Learner:
 
     def _block_bytes(self) -> int:
         """Return the bytes per patch that autograd keeps of one block of the vision tower."""
-        vision, low_rank = self.model.shape.vision, 4 * self.adapter.rank if self.adapter else 0
-        return (
-            2 * vision.intermediate + 9 * vision.hidden + low_rank
-        ) * self.compute + 2 * vision.hidden * self.norm
+        vision, low_rank = self.shape.vision, 4 * self.adapter.rank if self.adapter else 0
+        values = 2 * vision.intermediate + 9 * vision.hidden + low_rank
+        return values * self.compute + 2 * vision.hidden * FLOAT32
 
-    def _loss_bytes(self) -> float:
-        """Return the bytes of the loss, whose head runs in chunks of positions: the hidden states of all
-        supervised positions, their coordinate logits in float32, for one chunk the logits, their gradient and
-        copies of both in float32, and the head's gradient, which autocast makes with 16 bits and then converts."""
-        text, supervised = self.model.shape.text, self.row.supervised
-        chunk = min(CHUNK_LOGITS, supervised * text.vocabulary)
-        head = 0 if self.adapter or self.shards > 1 else FLOAT32 + (self.compute if self.copies_weights else 0)
-        positions = supervised * (text.hidden * self.compute + COORDINATES * FLOAT32)
-        return positions + 2 * chunk * (self.compute + FLOAT32) + text.vocabulary * text.hidden * head
-
-    def _weight_copies(self) -> tuple[float, float, float]:
-        """Return the bytes of autocast's copies of trained weights at the end of the forward pass, of those that
-        stay for the backward pass (with checkpointing, only what is outside of layers and blocks), and of those of
-        one layer and of its largest gradient. With FSDP the gathered weights have 16 bits already."""
-        text, compute = self.model.shape.text, self.compute
-        if self.adapter is not None:
-            small = float(self.trained * compute) if compute < FLOAT32 else 0.0
-            return small, small, 0.0
-        if self.shards > 1:
-            return 0.0, 0.0, 0.0
-        largest = float(text.intermediate * text.hidden)
-        if not self.copies_weights:
-            return 0.0, 0.0, largest * FLOAT32
-        layer = text.hidden * (2 * text.queries + 2 * text.keys + 3 * text.intermediate) * compute
-        cast = {
-            name: float(math.prod(size) * compute)
-            for name, size in self.model.weights.items()
-            if len(size) >= 2 and "pos_embed" not in name and not is_frozen(name, self.frozen)
-        }
-        outside = sum(bytes for name, bytes in cast.items() if "visual" in name and ".blocks." not in name)
-        copies, in_layer = sum(cast.values()), largest * (FLOAT32 + compute)
-        return (copies, outside, in_layer + layer) if self.checkpointing else (copies, copies, in_layer)
+    def _weight_copies(self) -> float:
+        """Return the bytes of autocast's 16-bit copies of trained weights: with checkpointing until the end of the
+        forward pass. With FSDP the gathered weights have 16 bits already, and those of adapters are small."""
+        if self.adapter is not None or self.shards > 1 or not self.casts:
+            return 0.0
+        matrices = {name: size for name, size in self._unfrozen().items() if len(size) >= 2}
+        return float(count_parameters(matrices) * self.compute)
 
     def _gathered_bytes(self) -> float:
-        """Return the bytes that FSDP gathers: two layers, and all that is in none, with their gradients."""
-        layers, outside = 0, 0
-        for name, size in self.model.weights.items():
-            if ".layers." in name:
-                layers += math.prod(size)
-            elif ".blocks." not in name:
-                outside += math.prod(size)
-        return 2 * (2 * layers / self.model.shape.text.layers + outside) * self.compute
-
-    def generation(self, settings: Settings, image_tokens: int) -> Parts:
-        """Return the memory while the model itself answers: the keys, as wide as its weights, the values, as wide
-        as its computation, and the widest point of the first pass over the prompts."""
-        text, vision, rollout = self.model.shape.text, self.model.shape.vision, settings.rollout_matching
-        sequences, prompt = rollout.decode_batch_size, image_tokens + PROMPT_TOKENS
-        cache = (prompt + rollout.max_new_tokens) * text.layers * text.keys * (self.weight_bytes + self.compute)
-        block = image_tokens * vision.patches_per_token * (2 * vision.intermediate + 6 * vision.hidden)
-        layer = prompt * (3 * text.intermediate + 4 * text.hidden)
-        widest = max(block, layer) * self.compute + text.vocabulary * 3 * FLOAT32
-        return self.at_rest() | {CACHE: float(sequences * cache), "prompts and logits": float(sequences * widest)}
+        """Return the bytes that FSDP gathers: two layers, the embedding and the head, with their gradients."""
+        text = self.shape.text
+        layer = count_parameters({name: size for name, size in self.weights.items() if ".layers.0." in name})
+        embeddings = text.vocabulary * text.hidden * (1 if self.shape.tied else 2)
+        return 2.0 * (2 * layer + embeddings) * self.compute
 
 
 def engine_parts(settings: Settings, model: Model) -> Parts:
@@ -309,12 +281,8 @@ def engine_parts(settings: Settings, model: Model) -> Parts:
         "language model, one engine step": step,
         "CUDA graphs": 0.0 if vllm.enforce_eager else GRAPH_BYTES,
         CONTEXT: CONTEXT_BYTES,
-        CACHE: per_token * longest_sequence(settings),
+        CACHE: per_token * (vllm.max_model_len or settings.global_max_length or 0),
     }
-
-
-def longest_sequence(settings: Settings) -> int:
-    return settings.rollout_matching.vllm.max_model_len or settings.global_max_length or 0
 
 
 @dataclass(frozen=True)
@@ -327,26 +295,16 @@ class GpuUse:
     memory: float
 
     @property
-    def reserve(self) -> float:
-        """What the allocator of a learner loses to fragmentation."""
-        return RESERVE * self.memory if "learner" in self.processes else 0.0
-
-    @property
     def total(self) -> float:
-        return sum(map(total_bytes, self.processes.values())) + self.reserve
-
-    @property
-    def verdict(self) -> Literal["fits", "tight", "does not fit"]:
-        """`tight` if the run fits only without the reserve."""
-        if self.total <= self.memory:
-            return "fits"
-        return "tight" if self.total - self.reserve <= self.memory else "does not fit"
+        return sum(map(total_bytes, self.processes.values()))
 
     @property
     def place(self) -> str:
-        """The role and the GPUs in words."""
-        numbers = f"GPU {self.gpus[0]}" if len(self.gpus) == 1 else f"GPUs {self.gpus[0]} to {self.gpus[-1]}"
-        return f"{self.role}, {numbers}"
+        return f"GPU {self.gpus[0]}" if len(self.gpus) == 1 else f"GPUs {self.gpus[0]} to {self.gpus[-1]}"
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.memory
 
 
 def choose_rollouts(settings: Settings) -> Rollouts:
@@ -358,59 +316,59 @@ def choose_rollouts(settings: Settings) -> Rollouts:
 
 
 def plan_memory(
-    settings: Settings, model: Model, sample: SampleSize, gpus: Gpus, memory: float
+    settings: Settings, model: Model, sample: SampleSize, gpus: int, memory: float
 ) -> tuple[list[GpuUse], list[Finding]]:
-    """Return the use of all GPUs, which have so many bytes each, and what does not fit. An engine that sleeps
-    while its learner trains takes turns with it, and each must fit."""
-    (servers, learners), rollouts, findings = gpus, choose_rollouts(settings), list[Finding]()
+    """Return the use of all GPUs, which have so many bytes each, and what does not fit. Servers get the first
+    GPUs. An engine that sleeps while its learner trains takes turns with it, and each must fit."""
+    rollouts, servers = choose_rollouts(settings), tuple(range(count_server_gpus(settings)))
+    learners = tuple(range(len(servers), gpus))
+    row = RowSize.from_settings(settings, sample, model.shape)
+    learner = Learner(settings, model, row, len(learners))
     vllm, offload = settings.rollout_matching.vllm, settings.rollout_matching.offload
-    image_tokens, context = sample.image_tokens(settings, model.shape), {CONTEXT: float(CONTEXT_BYTES)}
-    learner = Learner(settings, model, RowSize.from_settings(settings, sample, model.shape), len(learners))
-    training, engine = learner.parts(), engine_parts(settings, model)
+    context = {CONTEXT: float(CONTEXT_BYTES), "reserve for fragmentation": RESERVE * memory}
+    training, engine, findings = learner.parts(), engine_parts(settings, model), list[Finding]()
     if rollouts == "hf":
-        training = max(training, learner.generation(settings, image_tokens), key=total_bytes)
-    processes = {"learner": training | context}
-    uses = [GpuUse("learner", learners, processes, memory)]
+        answering = learner.generation(settings, sample.image_tokens(settings, model.shape))
+        training = max(training, answering, key=total_bytes)
+    training |= context
+    share = vllm.gpu_memory_utilization * memory
     if rollouts in ("server", "colocate"):
-        findings += _engine_findings(engine, settings, image_tokens, memory)
-        engine[CACHE] += max(0.0, vllm.gpu_memory_utilization * memory - total_bytes(engine))
+        if (least := total_bytes(engine)) > share:
+            given = f"a share of {vllm.gpu_memory_utilization:g} of a GPU is {format_bytes(share)}"
+            problem = f"the engine needs at least {format_bytes(least)}, and {given}"
+            findings.append(Finding("error", UTILIZATION, problem, ENGINE_FIX))
+        engine[CACHE] += max(0.0, share - least)
+    uses = [GpuUse("learner", learners, {"learner": training}, memory)]
     if rollouts == "server":
         uses.insert(0, GpuUse("rollout server", servers, {"engine": engine}, memory))
     elif rollouts == "colocate" and not vllm.sleep:
-        uses = [GpuUse("learner and engine", learners, processes | {"engine": engine}, memory)]
+        uses = [GpuUse("learner and engine", learners, {"learner": training, "engine": engine}, memory)]
     elif rollouts == "colocate":
         gone = {OPTIMIZER_STATES} if offload.enabled and offload.offload_optimizer else set()
         gone |= {WEIGHTS, ADAPTER} if offload.enabled and offload.offload_model else set()
-        waiting = {name: bytes for name, bytes in learner.at_rest().items() if name not in gone} | context
-        active = {"learner, waiting": waiting, "engine": engine}
+        waiting = {name: bytes for name, bytes in (learner.at_rest() | context).items() if name not in gone}
+        asleep = {"learner": training, "engine, asleep": {CONTEXT: float(CONTEXT_BYTES)}}
         uses = [
-            GpuUse("learner, while the engine sleeps", learners, processes | {"engine, asleep": context}, memory),
-            GpuUse("engine, while the learner waits", learners, active, memory),
+            GpuUse("learner, while the engine sleeps", learners, asleep, memory),
+            GpuUse(
+                "engine, while the learner waits",
+                learners,
+                {"learner, waiting": waiting, "engine": engine},
+                memory,
+            ),
         ]
     for use in uses:
-        if use.verdict == "does not fit":
-            problem = f"{use.total / GIB:.1f} GiB are needed, and a GPU has {use.memory / GIB:.1f} GiB"
+        if not use.fits:
+            problem = f"{use.role}: {format_bytes(use.total)} are needed, and a GPU has {format_bytes(memory)}"
             fix = SHARED_FIX if rollouts == "colocate" else LEARNER_FIX
-            findings.append(Finding("error", "memory", f"{use.place}: {problem}", fix))
+            findings.append(Finding("error", "memory", problem, fix))
     return uses, findings
 
 
-def _engine_findings(engine: Parts, settings: Settings, image_tokens: int, memory: float) -> Iterator[Finding]:
-    """Yield an error if the engine's share of a GPU has no room for one sequence, and a warning if it has none for
-    all requests at their greatest length."""
-    rollout, utilization = settings.rollout_matching, settings.rollout_matching.vllm.gpu_memory_utilization
-    least, longest, share = total_bytes(engine), longest_sequence(settings), utilization * memory
-    typical = min(longest, image_tokens + PROMPT_TOKENS + rollout.max_new_tokens)
-    sequences = rollout.decode_batch_size * (rollout.vllm.tensor_parallel_size or 1)
-    room = (share - least + engine[CACHE]) / (engine[CACHE] / longest * typical * sequences)
-    if least > share:
-        given = f"a share of {utilization:g} of a GPU is {share / GIB:.1f} GiB"
-        problem = f"the engine needs at least {least / GIB:.1f} GiB, and {given}"
-        yield Finding("error", UTILIZATION, problem, ENGINE_FIX)
-    elif room < 1:
-        problem = f"the KV cache has room for {room:.0%} of the configured requests at their greatest length"
-        fix = "raise gpu_memory_utilization, or lower decode_batch_size, max_new_tokens or max_model_len"
-        yield Finding("warning", UTILIZATION, f"{problem}; the rest wait", fix)
+def count_server_gpus(settings: Settings) -> int:
+    """Return the number of GPUs that the rollout servers of a config need."""
+    vllm = settings.rollout_matching.vllm
+    return len(vllm.server.servers) * vllm.devices_per_server if choose_rollouts(settings) == "server" else 0
 
 
 def total_bytes(parts: Parts) -> float:

@@ -1,215 +1,183 @@
 """The parts of a launch while they run: their processes, their log lines, and the health of rollout servers.
 
-Every part runs in a session of its own, below a tether. All parts write to one log: whole lines, each with its
-time, its level and the name of its part, in colour on a terminal.
+Every part leads a process group of its own, and Linux kills it if the launcher ends. All parts write to one log:
+whole lines, each with its time, its level and the name of its part, in colour on a terminal.
 """
 
-import codecs
 import io
+import json
+import logging
 import os
-import re
-import shutil
-import signal
 import subprocess
-import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import TextIO
+from datetime import datetime
+from functools import partial
+from typing import Any, TextIO
 
 import httpx
+import psutil
 
-from coordexp.child_processes import RUN_FOLDER, TORCHRUN_VARIABLES, make_folder
+from coordexp.child_processes import TORCHRUN_VARIABLES, end_with_parent
 from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
-from coordexp.launch.tether import to_shell_code
-from coordexp.logs import COLOUR, FORMAT, STEERING, TERMINAL, Level, LogFormat, LogRecord, at_level
+from coordexp.logs import ESCAPES, FORMAT, TERMINAL, JsonFormatter, LogFormat
 from coordexp.servers.protocol import TOKEN
 
 LAST_LINES = 20  # of a part, which are repeated when it fails
-SWEEP_S = 35.0  # the time a tether has to end everything below it
-PROGRESS_EVERY_S = 5.0
-LONGEST = 65_536  # characters after which a line without end is cut
+BY_SIGNAL = 128  # higher exit codes mean that a signal ended the process, as in a shell
+LEFT_S = 2.0  # the time that the other processes of a part have to end after it
+UNKILLABLE_S = 30.0  # a process that hangs in a driver ends only when the driver returns: no use to wait longer
 COLOURS = ("36", "33", "35", "34", "32", "96", "93", "95")
 LAUNCHER = "launch"
-
 ANSWER_S = 2.0  # the time a rollout server has to answer the launcher
-
-_LINE_END = re.compile(r"\r\n|\n|\r(?!$)")  # a \r at the very end may become \r\n
 
 
 class Log:
-    """A log that any number of threads may write to. Without a format it is made for readers: on a terminal, lines
-    have colours and only the time of day. If its reader goes away (`coordexp launch | head`), the parts keep
-    running."""
+    """The log of a launch, which any number of threads may write to. If its reader goes away
+    (`coordexp launch | head`), the parts keep running."""
 
     def __init__(self, stream: TextIO, names: tuple[str, ...], log_format: LogFormat | None = None) -> None:
-        self._stream, self._format = stream, log_format
-        self._coloured = stream.isatty() and log_format is None
-        self._width = max(map(len, (*names, LAUNCHER)))
-        self._colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)} | {LAUNCHER: "1"}
-        self._lock = threading.Lock()
+        self._handler = _LogHandler(stream)
+        coloured = stream.isatty() and log_format is None
+        width = max(map(len, (*names, LAUNCHER)))
+        formatter = JsonFormatter() if log_format == "json" else PartFormatter(names, width, coloured)
+        self._handler.setFormatter(formatter)
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
-    def say(self, message: str, level: Level = "info") -> None:
+    def say(self, message: str, level: int = logging.INFO) -> None:
         """Write a message of the launcher itself."""
-        with at_level(level):
-            self.write(LAUNCHER, message)
+        self._write(LAUNCHER, {"msg": message, "levelno": level})
 
     def write(self, name: str, line: str) -> None:
-        """Write a line of the part of this name, which may be a record in the JSON format, without anything that
-        would steer a terminal."""
-        record = LogRecord.parse(line)
-        message = STEERING.sub("", record.message)
-        record = replace(record, message=message if self._coloured else COLOUR.sub("", message))
-        with self._lock:
-            try:
-                self._stream.write(self._to_text(name, record))
-                self._stream.flush()
-            except OSError:
-                self._stream = io.StringIO()
+        """Write a line of the part of this name: a record in the JSON format, or a line of any other program."""
+        self._write(name, read_record(line) or {"msg": line, "levelno": logging.INFO})
 
-    def _to_text(self, name: str, record: LogRecord) -> str:
-        if self._format == "json":
-            return record.to_json(name)
-        prefix, lines = f"{name:<{self._width}} | ", record.message.splitlines() or [""]
-        if not self._coloured:
-            return "".join(f"{record.stamp}{prefix}{line}\n" for line in lines)
-        prefix = f"\x1b[2m{record.time:%H:%M:%S}\x1b[0m \x1b[{self._colours.get(name, '0')}m{prefix}\x1b[0m"
-        return "".join(f"{prefix}{line}\x1b[0m\n" for line in lines)
+    def _write(self, name: str, fields: dict[str, Any]) -> None:
+        level = logging.getLevelName(fields["levelno"])
+        self._handler.handle(logging.makeLogRecord({"part": name, "levelname": level, **fields}))
 
 
-class Lines:
-    """Splits text that arrives in pieces into whole lines.
+def read_record(line: str) -> dict[str, Any] | None:
+    """Return the fields of the record that a line in the JSON format holds, or None if it is another line."""
+    if line.startswith('{"time": '):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # cut short, or of another program
+            fields = json.loads(line)
+            created = datetime.fromisoformat(fields["time"]).timestamp()
+            level = logging.getLevelNamesMapping()[fields["level"].upper()]
+            return {"created": created, "levelno": level, "msg": str(fields["message"])}
+    return None
 
-    A progress bar redraws its line after a carriage return. It becomes one line every few seconds."""
 
-    def __init__(self) -> None:
-        self._rest = ""
-        self._drawn = ""  # the latest state of a progress bar
-        self._yielded_at = 0.0  # the time of the last line of a progress bar
+class PartFormatter(logging.Formatter):
+    """Lines with the time, the level and the name of the part; in colour, with the time of day and the name."""
 
-    def feed(self, text: str) -> Iterator[str]:
-        """Yield the lines that are complete with this text."""
-        self._rest += text
-        while end := _LINE_END.search(self._rest):
-            line, self._rest = self._rest[: end.start()], self._rest[end.end() :]
-            if end[0] == "\r":
-                yield from self._progress(line)
-            else:
-                yield line if line.strip() else self._drawn
-                self._drawn = ""
-        if len(self._rest) > LONGEST:
-            yield self._rest
-            self._rest = ""
+    def __init__(self, names: tuple[str, ...], width: int, coloured: bool) -> None:
+        super().__init__()
+        self._width, self._coloured = width, coloured
+        self._colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)} | {LAUNCHER: "1"}
 
-    def end(self) -> Iterator[str]:
-        """Yield the last line, if it has no line end."""
-        if last := self._rest.strip("\r") or self._drawn:
-            yield last
+    def format(self, record: logging.LogRecord) -> str:
+        part = record.part  # type: ignore[attr-defined]
+        time, name = datetime.fromtimestamp(record.created), f"{part:<{self._width}} | "
+        prefix = f"{time:%Y-%m-%d %H:%M:%S} {record.levelname:<7} {name}"
+        if self._coloured:
+            prefix = f"\x1b[2m{time:%H:%M:%S}\x1b[0m \x1b[{self._colours[part]}m{name}\x1b[0m"
+        return "\n".join(prefix + ESCAPES.sub("", line) for line in record.getMessage().splitlines() or [""])
 
-    def _progress(self, line: str) -> Iterator[str]:
-        self._drawn = line if line.strip() else self._drawn
-        if self._drawn and time.monotonic() - self._yielded_at >= PROGRESS_EVERY_S:
-            yield self._drawn
-            self._drawn, self._yielded_at = "", time.monotonic()
+
+class _LogHandler(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Write to nowhere from now on: the reader has gone away."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 class RunningPart:
-    """The process of a part, which is started at once, and a folder for the sockets and temporary files of its
-    engines. `extra` is added to its environment."""
+    """The process of a part, which is started at once. Its output is copied to the log.
 
-    def __init__(self, part: Part, extra: Mapping[str, str]) -> None:
-        self.part = part
-        self.since = time.monotonic()
+    `on_end` is called from another thread when it has ended, with its exit code as in a shell. Processes below it
+    that do not end by themselves, and have not left its process group, are killed before that."""
+
+    def __init__(self, part: Part, token: str | None, log: Log, on_end: Callable[["RunningPart"], None]) -> None:
+        self.name, self.code = part.name, 0
+        self._has_ranks = part.ranks
         self.last: deque[str] = deque(maxlen=LAST_LINES)
-        self._folder = make_folder()
-        tether = [sys.executable, "-m", "coordexp.launch.tether", *(["--ranks"] if part.ranks else []), "--"]
         self._process = subprocess.Popen(  # noqa: S603 - the plan's own commands
-            [*tether, *part.command],
-            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
+            part.command,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=_environment(part, {**extra, RUN_FOLDER: str(self._folder)}),
+            env=_environment(part, token),
             start_new_session=True,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
-        self._reader: threading.Thread | None = None
-
-    def watch(self, log: Log, on_end: Callable[[int], None]) -> None:
-        """Copy its output to the log. Call `on_end` once from another thread, with its exit code as in a shell."""
         self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
         self._reader.start()
-        threading.Thread(target=self._wait, args=(on_end,), daemon=True).start()
+        self._waiter = threading.Thread(target=self._wait, args=(on_end,), daemon=True)
+        self._waiter.start()
 
     @property
     def pid(self) -> int:
-        """The process id of the tether."""
         return self._process.pid
 
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
     def ask_to_end(self) -> None:
-        """Send SIGTERM, which lets the command end in order."""
-        self._process.send_signal(signal.SIGTERM)
+        """Send SIGTERM, which lets the command end in order. The ranks of torchrun get it directly: torchrun would
+        give them only half a minute, and would then fail although they did not."""
+        ranks: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            children = psutil.Process(self.pid).children() if self._has_ranks else []
+            ranks = [child for child in children if "LOCAL_RANK" in child.environ()]
+        for process in ranks or [self._process]:
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
 
-    def release(self) -> None:
-        """Let the tether kill the command and everything that came from it, at once."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+    def kill(self) -> None:
+        """Kill the command. The engine of a server and the ranks of torchrun end with it."""
+        self._process.kill()
 
-    def wait_killed(self) -> None:
-        """Wait for the tether after `release`. Kill one that does not finish; the caller must then kill what it
-        leaves."""
-        try:
-            self._process.wait(SWEEP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._read_to_end()
-
-    def remove_folder(self) -> None:
-        """Remove the folder of the part, which has ended. Its tether has done so, unless it was killed."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def wait_until_ended(self) -> None:
+        self._waiter.join(UNKILLABLE_S)
 
     def _read(self, log: Log) -> None:
         assert self._process.stdout is not None
-        decoder, lines = codecs.getincrementaldecoder("utf-8")("replace"), Lines()
-        with suppress(OSError):
-            while chunk := os.read(self._process.stdout.fileno(), 65_536):
-                for line in lines.feed(decoder.decode(chunk)):
-                    self._write(log, line)
-        for line in lines.end():
-            self._write(log, line)
+        output = io.TextIOWrapper(self._process.stdout, encoding="utf-8", errors="replace", newline="\n")
+        for line in output:
+            shown = line.rstrip("\r\n").rpartition("\r")[2]  # of a progress bar, its last state
+            self.last.append(shown)
+            log.write(self.name, shown)
 
-    def _write(self, log: Log, line: str) -> None:
-        self.last.append(line)
-        log.write(self.part.name, line)
-
-    def _wait(self, on_end: Callable[[int], None]) -> None:
-        code = to_shell_code(self._process.wait())
-        self._read_to_end()
-        on_end(code)
-
-    def _read_to_end(self) -> None:
-        """Wait for the last lines, but not long: processes that a killed tether leaves may keep the pipe open."""
-        if self._reader is not None:
-            self._reader.join(1.0)
+    def _wait(self, on_end: Callable[["RunningPart"], None]) -> None:
+        code = self._process.wait()
+        # The output ends when all of its processes have ended: also an engine, which Linux kills with its server,
+        # the resource tracker that then removes shared memory, and the shell that removes the folder of sockets.
+        self._reader.join(LEFT_S)
+        kill_group(self._process.pid)
+        self._reader.join(LEFT_S)
+        self.code = BY_SIGNAL - code if code < 0 else code
+        on_end(self)
 
 
-def _environment(part: Part, extra: Mapping[str, str]) -> dict[str, str]:
+def kill_group(group: int) -> None:
+    """Kill the processes of a group. A resource tracker of Python ends by itself when they have, and removes their
+    shared memory before."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):  # it has just ended
+            if os.getpgid(process.pid) == group and "resource_tracker" not in " ".join(process.cmdline()):
+                process.kill()
+
+
+def _environment(part: Part, token: str | None) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(TORCHRUN_VARIABLES) and name not in TERMINAL
     }
     # `Log` reads the level of a message, and where it ends, from the JSON format.
-    return inherited | {"PYTHONUNBUFFERED": "1", FORMAT: "json"} | dict(extra) | dict(part.env)
+    own = {"PYTHONUNBUFFERED": "1", FORMAT: "json"} | ({TOKEN: token} if token else {})
+    return inherited | own | dict(part.env)
 
 
 def health_client(token: str | None) -> httpx.Client:

@@ -161,19 +161,16 @@ def option_problems(options: LaunchOptions) -> Iterator[Finding]:
 
 
 def _config_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
+    servers = settings.rollout_matching.vllm.server.servers
+    train = f"run coordexp train --config {options.config}"
     if not settings.uses_rollouts and settings.backend != "vllm":
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
-        fix = f"run coordexp train --config {options.config}"
-        yield Finding("error", "custom.trainer_variant", problem, fix)
-        return
-    if not uses_vllm(settings, "server"):
-        train = f"coordexp train --config {options.config}"
-        fix = f"set {settings.backend_setting}: vllm and rollout_matching.vllm.mode: server, or run {train}"
+        yield Finding("error", "custom.trainer_variant", problem, train)
+    elif not uses_vllm(settings, "server"):
+        fix = f"set {settings.backend_setting}: vllm and rollout_matching.vllm.mode: server, or {train}"
         yield Finding("error", MODE, "this run has no rollout servers to start", fix)
-        return
-    yield from _server_problems(settings, options)
-    if options.start_servers:
-        servers = settings.rollout_matching.vllm.server.servers
+    elif options.start_servers:
+        yield from _server_problems(settings, options)
         if all(is_loopback(server.base_url) for server in servers):
             sizes = (settings.rollout_matching.vllm.devices_per_server,) * len(servers)
             batch = settings.rollout_matching.decode_batch_size
@@ -182,10 +179,9 @@ def _config_problems(settings: Settings, options: LaunchOptions) -> Iterator[Fin
 
 
 def _server_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
-    """Yield the problems of the servers that are to be started here."""
-    if not options.start_servers:
-        return
-    servers = settings.rollout_matching.vllm.server.servers
+    """Yield the problems of the servers that are to be started here: their addresses and their GPUs."""
+    vllm = settings.rollout_matching.vllm
+    servers, size = vllm.server.servers, vllm.devices_per_server
     here = [index for index, server in enumerate(servers) if is_loopback(server.base_url)]
     for index in here:
         url = urlsplit(servers[index].base_url)
@@ -193,32 +189,15 @@ def _server_problems(settings: Settings, options: LaunchOptions) -> Iterator[Fin
             fix = f"write e.g. http://127.0.0.1:{url.port or 8000}, or start it yourself and give --no-servers"
             problem = f"{servers[index].base_url} is not an address that a server started here can listen at"
             yield Finding("error", f"{SERVERS}[{index}].base_url", problem, fix)
+    given, needed = len(gpu_ids(options.server_gpus)), len(here) * size
     if not here:
         fix = (
             "start each on its machine (coordexp serve --config X --index i --host H) and give --no-servers, or "
             "use a base_url of this machine, e.g. http://127.0.0.1:8000"
         )
         yield Finding("error", SERVERS, f"none of the {len(servers)} servers is on this machine", fix)
-    elif not options.cpu:
-        yield from _gpu_problems(settings, options, len(here))
-
-
-def _gpu_problems(settings: Settings, options: LaunchOptions, here: int) -> Iterator[Finding]:
-    """Yield a finding if --server-gpus does not fit the number of servers that are started here."""
-    vllm = settings.rollout_matching.vllm
-    size = vllm.devices_per_server
-    given = len(gpu_ids(options.server_gpus))
-    if given == here * size:
-        return
-    share = "one GPU each" if size == 1 else f"{size} GPUs each ({TENSOR_PARALLEL} * {DATA_PARALLEL})"
-    problem = f"{given} GPUs, and the config has {here} servers on this machine with {share}"
-    fix = f"give {here * size} GPUs"
-    if given and given % size == 0:
-        fix += f", or list {given // size} servers in {SERVERS}"
-    for name, other in (
-        ("data_parallel_size", vllm.tensor_parallel_size or 1),
-        ("tensor_parallel_size", vllm.data_parallel_size),
-    ):
-        if given and given % (here * other) == 0:
-            fix += f", or set vllm.{name}: {given // (here * other)}"
-    yield Finding("error", SERVER_GPUS, "missing" if options.server_gpus is None else problem, fix)
+    elif given != needed and not options.cpu:
+        share = "one GPU each" if size == 1 else f"{size} GPUs each ({TENSOR_PARALLEL} * {DATA_PARALLEL})"
+        problem = f"{given} GPUs, and the config has {len(here)} servers on this machine with {share}"
+        fix = f"give {needed} GPUs, or change the number of servers or of GPUs for each in the config"
+        yield Finding("error", SERVER_GPUS, "missing" if options.server_gpus is None else problem, fix)

@@ -1,34 +1,25 @@
 """Run a plan: start servers, wait for them, start learners, and watch all of them. No process is left behind.
 
-The main thread handles one event after another: a part has ended, or a signal has arrived. Parts end in this
-order: first the learner, which saves, and then the servers, which it needs for that. A second signal ends all at
-once.
+The main thread starts all parts, and Linux kills them if it ends. It handles one event after another: a part has
+ended, or a signal has arrived. Parts end in this order: first the learner, which saves, and then the servers,
+which it needs for that. A second signal ends all at once.
 """
 
-import os
+import logging
 import queue
-import secrets
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 
-import psutil
-
-from coordexp.child_processes import find_marked, is_alive
 from coordexp.config import ConfigError, requests_per_rank
 from coordexp.errors import EngineError
-from coordexp.launch.parts import Log, RunningPart, health_client, is_ready, read_world_size
+from coordexp.launch.parts import BY_SIGNAL, Log, RunningPart, health_client, is_ready, read_world_size
 from coordexp.launch.plan import Part, Plan, PlannedServer
-from coordexp.launch.tether import BY_SIGNAL, UNKILLABLE_S, adopt_orphans
-from coordexp.servers.protocol import TOKEN
 from coordexp.tasks import REMIND_EVERY_S
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MARK = "COORDEXP_LAUNCH"  # in the environment of all processes of one launch
 POLL_S = 0.25
 
 
@@ -40,22 +31,6 @@ class Patience:
     learner_s: float = 900.0  # for the learner to finish its step and save, which may be 70 GB
     server_s: float = 20.0  # for the servers to end in order
     back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; there are no more restarts
-    forgiven_s: float = 3600.0  # a server that ran this long may be restarted as often as a new one
-
-
-@dataclass(frozen=True)
-class PartEnded:
-    """The event that a part has ended."""
-
-    running: RunningPart
-    code: int
-
-
-@dataclass(frozen=True)
-class SignalReceived:
-    """The event that a signal has arrived."""
-
-    number: int
 
 
 class Interrupted(Exception):
@@ -70,18 +45,18 @@ class Launch:
 
     def __init__(self, plan: Plan, log: Log, token: str | None, patience: Patience) -> None:
         self._plan, self._log, self._token, self._patience = plan, log, token, patience
-        self._events: queue.SimpleQueue[PartEnded | SignalReceived] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[RunningPart | int] = queue.SimpleQueue()  # that have ended, and signals
         self._running: dict[str, RunningPart] = {}
-        self._restarts: dict[str, int] = {}
+        self._restarts = dict.fromkeys((server.name for server in plan.servers), 0)
         self._due: dict[str, float] = {}  # when to restart which servers
-        self._mark = secrets.token_hex(8)
         self._at_once = False  # after a second signal
 
     def run(self) -> int:
         """Run the plan and return the exit code: the learner's, 1 if a server fails, or 130 after Ctrl-C."""
-        adopt_orphans()
         with ExitStack() as cleanup:
-            self._handle_signals(cleanup)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                    cleanup.callback(signal.signal, number, signal.signal(number, self._note_signal))
             cleanup.callback(self._kill_all)
             code = self._run()
             self._end_servers()
@@ -97,7 +72,7 @@ class Launch:
         except Interrupted as interruption:
             return self._end_after_signal(interruption.number)
         except (EngineError, ConfigError) as error:
-            self._log.say(str(error), "error")
+            self._log.say(str(error), logging.ERROR)
             return 2 if isinstance(error, ConfigError) else 1
 
     # Before the learner starts
@@ -108,12 +83,11 @@ class Launch:
         self._log.say(f"waiting for {_names(waiting)}")
         with health_client(self._token) as client:
             while waiting:
-                self._fail_if_one_ended(POLL_S)
                 for server in list(waiting):
+                    self._fail_if_one_ended(POLL_S / len(waiting))
                     if is_ready(client, server.base_url):
                         waiting.remove(server)
                         self._log.say(f"{server.name} answers at {server.base_url}")
-                    self._fail_if_one_ended(0)
                 now = time.monotonic()
                 if waiting and now - since > self._patience.start_s:
                     raise EngineError(
@@ -128,10 +102,10 @@ class Launch:
 
     def _fail_if_one_ended(self, seconds: float) -> None:
         """Wait so long, and raise if a server ends meanwhile."""
-        if event := self._next_end(seconds):
-            self._repeat_last_lines(event)
-            name = event.running.part.name
-            raise EngineError(f"{name} ended with exit code {event.code} before it was ready: nothing was trained")
+        if part := self._next_end(seconds):
+            self._repeat_last_lines(part)
+            ending = f"{part.name} ended with exit code {part.code}"
+            raise EngineError(f"{ending} before it was ready: nothing was trained")
 
     def _compare_sizes(self, sizes: list[int]) -> None:
         for server, size in zip(self._plan.servers, sizes, strict=True):
@@ -149,46 +123,39 @@ class Launch:
         """Restart servers until the learner ends, and return the exit code."""
         while True:
             wait = min(self._due.values(), default=time.monotonic() + 60.0) - time.monotonic()
-            event = self._next_end(max(0.0, wait))
-            for name in [name for name, at in self._due.items() if at <= time.monotonic()]:
-                del self._due[name]
-                self._start(next(server.part for server in self._plan.servers if server.name == name))
-            if event is None:
+            part = self._next_end(max(0.0, wait))
+            for server in self._plan.local_servers:
+                if self._due.get(server.name, time.monotonic() + 1) <= time.monotonic():
+                    del self._due[server.name]
+                    self._start(server.part)
+            if part is None:
                 continue
-            if event.running.part is self._plan.learner:
-                if event.code:
-                    self._repeat_last_lines(event)
-                self._log.say(f"the learner ended with exit code {event.code}", "error" if event.code else "info")
-                return event.code
-            self._schedule_restart(event)
-            if not self._has_server():
-                self._log.say("no rollout server is left: the learner is asked to end", "error")
+            if part.name == self._plan.learner.name:
+                if part.code:
+                    self._repeat_last_lines(part)
+                level = logging.ERROR if part.code else logging.INFO
+                self._log.say(f"the learner ended with exit code {part.code}", level)
+                return part.code
+            self._schedule_restart(part)
+            if not any(s.part is None or s.name in {*self._running, *self._due} for s in self._plan.servers):
+                self._log.say("no rollout server is left: the learner is asked to end", logging.ERROR)
                 self._end_learner()
                 return 1
 
-    def _schedule_restart(self, event: PartEnded) -> None:
-        name = event.running.part.name
-        if time.monotonic() - event.running.since > self._patience.forgiven_s:
-            self._restarts[name] = 0
-        number, most = self._restarts.get(name, 0), len(self._patience.back_off_s)
-        ending = f"{name} ended with exit code {event.code} while the learner runs"
-        if number >= most:
-            self._repeat_last_lines(event)
-            self._log.say(f"{ending}; it was restarted {most} times, and is given up", "error")
+    def _schedule_restart(self, part: RunningPart) -> None:
+        number, most = self._restarts[part.name], len(self._patience.back_off_s)
+        ending = f"{part.name} ended with exit code {part.code} while the learner runs"
+        if number == most:
+            self._repeat_last_lines(part)
+            self._log.say(f"{ending}; it was restarted {most} times, and is given up", logging.ERROR)
             return
         wait = self._patience.back_off_s[number]
-        self._restarts[name] = number + 1
-        self._due[name] = time.monotonic() + wait
+        self._restarts[part.name] = number + 1
+        self._due[part.name] = time.monotonic() + wait
         self._log.say(
             f"{ending}; the learner continues with the remaining servers\n"
             f"restart {number + 1} of {most} in {wait:g} s; it gets requests again after a full sync",
-            "warning",
-        )
-
-    def _has_server(self) -> bool:
-        """Return True if a server runs, is about to be restarted, or was started elsewhere."""
-        return bool(self._due) or any(
-            server.part is None or server.name in self._running for server in self._plan.servers
+            logging.WARNING,
         )
 
     # The end
@@ -196,11 +163,8 @@ class Launch:
     def _end_after_signal(self, number: int) -> int:
         name = signal.Signals(number).name
         self._log.say(f"{name}: ending" + (" (once more: at once)" if number == signal.SIGINT else ""))
-        self._due.clear()
         code = self._end_learner()
-        if number == signal.SIGINT or code is None:
-            return BY_SIGNAL + number
-        return code
+        return BY_SIGNAL + number if number == signal.SIGINT or code is None else code
 
     def _end_learner(self) -> int | None:
         """Ask the learner to end, and kill it if it does not end in time. Return its exit code unless it was
@@ -212,114 +176,66 @@ class Launch:
         self._log.say(f"the learner finishes its step and saves (at most {seconds:g} s)")
         learner.ask_to_end()
         try:
-            for event in self._ends_within(seconds, [learner]):
-                if event.running is learner:
-                    return event.code
-            self._log.say(
-                f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time", "warning"
-            )
+            self._wait_for([learner], seconds)
         except Interrupted:
             self._at_once = True
-        learner.release()
+            return None
+        if learner.name not in self._running:
+            return learner.code
+        message = f"the learner did not end in {seconds:g} s and is killed; --grace gives it more time"
+        self._log.say(message, logging.WARNING)
+        learner.kill()
         return None
 
     def _end_servers(self) -> None:
         """Ask the servers to end, and wait for them."""
-        self._due.clear()
-        servers = [running for name, running in self._running.items() if name != self._plan.learner.name]
-        if self._at_once:
-            return
-        for server in servers:
-            server.ask_to_end()
-        with suppress(Interrupted):
-            list(self._ends_within(self._patience.server_s, servers))
+        servers = [part for name, part in self._running.items() if name != self._plan.learner.name]
+        if not self._at_once:
+            for server in servers:
+                server.ask_to_end()
+            with suppress(Interrupted):
+                self._wait_for(servers, self._patience.server_s)
 
-    def _ends_within(self, seconds: float, parts: Iterable[RunningPart]) -> Iterator[PartEnded]:
-        """Yield the parts that end until all of `parts` have ended, or the time is over."""
+    def _wait_for(self, parts: Iterable[RunningPart], seconds: float) -> None:
+        """Wait until these parts have ended, or the time is over."""
         until = time.monotonic() + seconds
-        while any(running in self._running.values() for running in parts):
-            left = until - time.monotonic()
-            if left <= 0:
-                return
-            if event := self._next_end(left):
-                yield event
+        while any(part.name in self._running for part in parts) and time.monotonic() < until:
+            self._next_end(until - time.monotonic())
 
     def _kill_all(self) -> None:
-        for running in self._running.values():
-            running.release()
-        for running in self._running.values():
-            running.wait_killed()
-        parts = list(self._running.values())
-        self._running.clear()
-        self._kill_strays()
-        for running in parts:
-            running.remove_folder()
+        for part in self._running.values():
+            part.kill()
+        for part in self._running.values():
+            part.wait_until_ended()
 
     # Processes and events
 
     def _start(self, part: Part | None) -> None:
         assert part is not None
-        extra = {MARK: self._mark} | ({TOKEN: self._token} if self._token else {})
-        running = RunningPart(part, extra)
+        running = RunningPart(part, self._token, self._log, self._events.put)
         self._running[part.name] = running
         where = f"GPU {', '.join(map(str, part.gpus))}" if part.gpus else "the CPU"
         self._log.say(f"started {part.name} on {where} (process {running.pid})")
-        running.watch(self._log, partial(self._note_end, running))
 
-    def _note_end(self, running: RunningPart, code: int) -> None:
-        self._events.put(PartEnded(running, code))
-
-    def _next_end(self, seconds: float) -> PartEnded | None:
+    def _next_end(self, seconds: float) -> RunningPart | None:
         """Return the next part that ends within this time, or None. Raise `Interrupted` after a signal."""
         try:
-            event = self._events.get(timeout=seconds) if seconds > 0 else self._events.get_nowait()
+            event = self._events.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
-        if isinstance(event, SignalReceived):
-            raise Interrupted(event.number)
-        del self._running[event.running.part.name]
-        self._kill_strays()
-        event.running.remove_folder()
+        if isinstance(event, int):
+            raise Interrupted(event)
+        del self._running[event.name]
         return event
 
-    def _kill_strays(self) -> None:
-        """Kill the processes of parts whose tether was killed. They have become children of this process."""
-        until = time.monotonic() + UNKILLABLE_S
-        while (strays := list(self._find_strays())) and time.monotonic() < until:
-            for stray in strays:
-                with suppress(psutil.NoSuchProcess):
-                    stray.kill()
-            while any(map(is_alive, strays)) and time.monotonic() < until:
-                time.sleep(0.005)
-
-    def _find_strays(self) -> Iterator[psutil.Process]:
-        """Yield the processes of this launch that are below none of its tethers.
-
-        Other children do not carry the mark: a shell may have started them before it became this process."""
-        tethers = {running.pid for running in self._running.values()}
-        for child in psutil.Process().children():
-            if child.pid not in tethers:
-                with suppress(psutil.NoSuchProcess):
-                    yield from find_marked(MARK, self._mark, (*child.children(recursive=True), child))
-                if not is_alive(child):
-                    with suppress(ChildProcessError):
-                        os.waitpid(child.pid, os.WNOHANG)
-
-    def _repeat_last_lines(self, event: PartEnded) -> None:
-        name = event.running.part.name
-        lines = [line for line in event.running.last if line.strip()]
-        self._log.say(f"the last lines of {name}:" if lines else f"{name} printed nothing")
+    def _repeat_last_lines(self, part: RunningPart) -> None:
+        lines = [line for line in part.last if line.strip()]
+        self._log.say(f"the last lines of {part.name}:" if lines else f"{part.name} printed nothing")
         for line in lines:
-            self._log.write(name, line)
-
-    def _handle_signals(self, cleanup: ExitStack) -> None:
-        """Turn signals into events, until the handlers are restored by `cleanup`."""
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                cleanup.callback(signal.signal, number, signal.signal(number, self._note_signal))
+            self._log.write(part.name, line)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(SignalReceived(number))
+        self._events.put(number)
 
 
 def _names(servers: list[PlannedServer]) -> str:

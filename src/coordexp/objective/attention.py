@@ -1,10 +1,10 @@
 """Block-diagonal attention for packed rows: each segment attends only to itself.
 
 The SDPA path of transformers builds a dense mask for a packed row, so time and memory grow with the square of
-its length. This one cuts the row where text positions start again at 0 and calls the same SDPA for each piece,
-as flash attention does with variable lengths. Everything that is not a packed row (padded batches, generation
-with a cache) takes the ordinary SDPA path. Only the language model uses it: the vision tower already separates
-images.
+its length. This one cuts the row at the bounds of its segments (`cu_seq_lens_q`) and calls the same SDPA for each
+piece, as flash attention does with variable lengths. Everything that is not a packed row (padded batches,
+generation with a cache) takes the ordinary SDPA path. Only the language model uses it: the vision tower already
+separates images.
 
 Linear attention has no mask at all: it carries a state from token to token, and its convolution reads the last few
 tokens. A packed row runs through such a layer segment by segment.
@@ -31,31 +31,16 @@ def attention_for(device: torch.device, precision: str) -> str | dict[str, str]:
     return {"text_config": SEGMENTED_SDPA, "vision_config": "sdpa"}
 
 
-def segment_lengths(position_ids: torch.Tensor) -> list[int]:
-    """Return the lengths of the segments of a row, from text positions of shape [1, tokens] that restart at 0.
+def segment_lengths(bounds: torch.Tensor) -> list[int]:
+    """Return the lengths of the segments of a row, from the bounds between them.
 
-    All layers of a forward pass share one tensor of positions, so only the first layer waits for the device.
-    """
-    if position_ids not in _known_lengths:
-        _known_lengths[position_ids] = _lengths(position_ids)
-    return _known_lengths[position_ids]
-
-
-def segment_lengths_between(bounds: torch.Tensor) -> list[int]:
-    """Return the lengths of the segments of a row, from the bounds between them. Only the first layer waits."""
+    All layers of a forward pass share one tensor of bounds, so only the first layer waits for the device."""
     if bounds not in _known_lengths:
         _known_lengths[bounds] = bounds.diff().tolist()
     return _known_lengths[bounds]
 
 
 _known_lengths: MutableMapping[torch.Tensor, list[int]] = WeakTensorKeyDictionary()
-
-
-def _lengths(position_ids: torch.Tensor) -> list[int]:
-    starts = torch.nonzero(position_ids[0] == 0)[:, 0].tolist()
-    if not starts or starts[0] != 0:
-        raise ValueError("a packed row must begin at text position 0")
-    return [end - start for start, end in zip(starts, [*starts[1:], position_ids.shape[1]], strict=True)]
 
 
 class SegmentedLayer:
@@ -69,7 +54,7 @@ class SegmentedLayer:
         run: Callable[..., torch.Tensor] = super().forward  # type: ignore[misc]
         if cu_seq_lens_q is None:
             return run(hidden_states, **options)
-        lengths = segment_lengths_between(cu_seq_lens_q)
+        lengths = segment_lengths(cu_seq_lens_q)
         return torch.cat([run(piece, **options) for piece in hidden_states.split(lengths, dim=1)], dim=1)
 
 
@@ -87,26 +72,18 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None = None,
-    **kwargs: Any,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    packed = attention_mask is None and position_ids is not None and query.shape[2] == key.shape[2] > 1
-    if not packed:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    assert position_ids is not None
-    if len(position_ids) != 1:
-        if (position_ids == 0).sum(1).max() > 1:
-            raise ValueError(
-                f"a packed row must be alone in its batch, but this batch has {len(position_ids)} rows"
-            )
-        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
-    lengths = segment_lengths(position_ids)
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    lengths = segment_lengths(cu_seq_lens_q)
     pieces = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-    return torch.cat([sdpa_attention_forward(module, *piece, None, **kwargs)[0] for piece in pieces], dim=1), None
+    return torch.cat([sdpa_attention_forward(module, *piece, None, **options)[0] for piece in pieces], dim=1), None
 
 
 def _mask(*, attention_mask: torch.Tensor | None, q_length: int, kv_length: int, **kwargs: Any) -> Any:
-    """Return no mask for rows without padding: `_attention` reads from the positions where segments begin."""
+    """Return no mask for rows without padding: `_attention` separates their segments."""
     if attention_mask is None and q_length == kv_length > 1:
         return None
     return sdpa_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **kwargs)

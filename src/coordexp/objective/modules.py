@@ -64,7 +64,7 @@ def token_ce(
     """Cross entropy of the next token over the full vocabulary. Structure, desc and end of turn are separate
     terms, so that each has a weight of its own."""
     values = split(1.0).cross_entropy()
-    return {name: _measure(values, s, allowed & has_role(s, TOKEN_CE[name].roles)) for name in sorted(terms)}
+    return {name: _measure(values, s, allowed & has_role(s, TOKEN_CE.terms[name].roles)) for name in sorted(terms)}
 
 
 def coord_reg(
@@ -220,34 +220,35 @@ def _coord_term(weight: str | None, part_of: str | None = None) -> TermSpec:
     return TermSpec(weight, COORD_ROLES, frozenset({TokenKind.coord}), part_of)
 
 
+def _token_term(weight: str, role: Role, kind: TokenKind) -> TermSpec:
+    return TermSpec(weight, frozenset({role}), frozenset({kind}))
+
+
 def _text_term(weight: str | None) -> TermSpec:
     return TermSpec(weight, TEXT_ROLES, TEXT_KINDS)
 
 
-TOKEN_CE = {
-    "struct_ce": TermSpec("struct_ce_weight", frozenset({Role.tail_structure}), frozenset({TokenKind.structure})),
-    "desc_ce": TermSpec("desc_ce_weight", frozenset({Role.tail_desc}), frozenset({TokenKind.desc})),
-    "eos_ce": TermSpec("eos_ce_weight", frozenset({Role.end_of_turn}), frozenset({TokenKind.end_of_turn})),
-}
-
-MODULES: dict[str, ModuleKind] = {
-    "token_ce": ModuleKind(token_ce, TOKEN_CE),
-    "coord_reg": ModuleKind(
-        coord_reg,
-        {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
-        | {"text_gate": _text_term("text_gate_weight"), "soft_kl": _coord_term(None, part_of="soft_ce")},
-    ),
-    "duplicate_ul": ModuleKind(
-        duplicate_ul, {"ul": TermSpec("ul_weight", frozenset(), frozenset({TokenKind.end_of_turn}))}
-    ),
-    "number_ce": ModuleKind(number_ce, {"ce": _coord_term("ce_weight")}),
-    "chat_ce": ModuleKind(
-        chat_ce, {"answer_ce": TermSpec("answer_ce_weight", ANSWER_ROLES, frozenset({TokenKind.answer}))}
-    ),
-    "bbox_geo": ModuleKind(bbox_geo, {name: _coord_term(f"{name}_weight") for name in ("smoothl1", "ciou")}),
-    "coord_diag": ModuleKind(
-        coord_diag,
-        {name: _coord_term(None) for name in ("entropy", "top_probability", "target_probability", "coord_mass")}
-        | {"text_coord_mass": _text_term(None)},
-    ),
-}
+TOKEN_CE = ModuleKind(
+    token_ce,
+    {
+        "struct_ce": _token_term("struct_ce_weight", Role.tail_structure, TokenKind.structure),
+        "desc_ce": _token_term("desc_ce_weight", Role.tail_desc, TokenKind.desc),
+        "eos_ce": _token_term("eos_ce_weight", Role.end_of_turn, TokenKind.end_of_turn),
+    },
+)
+COORD_REG = ModuleKind(
+    coord_reg,
+    {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
+    | {"text_gate": _text_term("text_gate_weight"), "soft_kl": _coord_term(None, part_of="soft_ce")},
+)
+DUPLICATE_UL = ModuleKind(
+    duplicate_ul, {"ul": TermSpec("ul_weight", frozenset(), frozenset({TokenKind.end_of_turn}))}
+)
+NUMBER_CE = ModuleKind(number_ce, {"ce": _coord_term("ce_weight")})
+CHAT_CE = ModuleKind(chat_ce, {"answer_ce": _token_term("answer_ce_weight", Role.answer, TokenKind.answer)})
+BBOX_GEO = ModuleKind(bbox_geo, {name: _coord_term(f"{name}_weight") for name in ("smoothl1", "ciou")})
+COORD_DIAG = ModuleKind(
+    coord_diag,
+    {name: _coord_term(None) for name in ("entropy", "top_probability", "target_probability", "coord_mass")}
+    | {"text_coord_mass": _text_term(None)},
+)

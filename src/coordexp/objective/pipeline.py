@@ -18,12 +18,12 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from coordexp.answers.segment import Role, TokenKind
-from coordexp.config.rules import idle_reason
+from coordexp.config.rules import idle_reason, running_channels
 from coordexp.config.sections import Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.extensions import resolve_part
 from coordexp.objective.collate import CHANNELS, ExampleSpan, Row, Supervision
-from coordexp.objective.modules import MODULES, Measure, ModuleKind
+from coordexp.objective.modules import Measure, ModuleKind
 from coordexp.objective.split import Split, SplitRequest
 
 # Every pipeline reports this: the number of logits per position that were NaN, infinite or outside the fence.
@@ -61,12 +61,9 @@ class ActiveModule:
     diagnostic that is a part of another term needs that term."""
 
     module: Module
+    kind: ModuleKind
     terms: tuple[str, ...]
     channels: frozenset[Channel]
-
-    @property
-    def kind(self) -> ModuleKind:
-        return find_kind(self.module)
 
     @property
     def is_diagnostic(self) -> bool:
@@ -77,17 +74,16 @@ class Objective:
     """The weighted sum of losses that a config declares, with its diagnostics."""
 
     def __init__(self, settings: Settings, first_coord: int | None) -> None:
-        pipeline = settings.pipeline
-        if pipeline is None:
-            raise ValueError(f"{settings.pipeline_path}: missing; an objective needs a declared pipeline")
-        declared = (*pipeline.objective, *pipeline.diagnostics)
+        assert settings.pipeline is not None, "the rules of settings require a declared pipeline"
+        declared = (*settings.pipeline.objective, *settings.pipeline.diagnostics)
         self.first_coord = first_coord
         self.idle = {module.name: why for module in declared if (why := idle_reason(module, settings))}
-        self.modules = tuple(
-            _activate(module, settings) for module in declared if not idle_reason(module, settings)
-        )
+        self.modules = tuple(_activate(module, settings) for module in declared if module.name not in self.idle)
         self.terms = tuple(term for active in self.modules for term in _terms(active))
-        self._masked = _channels_without_desc(self.modules)
+        # The channels on which no module uses the tokens of `desc`.
+        self._masked = frozenset[Channel]().union(
+            *(active.channels for active in self.modules if active.module.config.masks_desc)
+        )
 
     def roles(self) -> dict[Channel, frozenset[Role]]:
         """Return, by channel, the roles that any module uses there. Logits are needed at their tokens and nowhere
@@ -108,7 +104,7 @@ class Objective:
         """Return how the logits of a row have to be split for the modules."""
         configs = [active.module.config for active in self.modules]
         others = {getattr(config, "temperature", 1.0) for config in configs} - {1.0}
-        has_unlikely = any(active.module.name == "duplicate_ul" for active in self.modules)
+        has_unlikely = any(config.reads_unlikely for config in configs)
         return SplitRequest(
             supervision.ids,
             supervision.unlikely if has_unlikely else None,
@@ -158,28 +154,18 @@ class Objective:
     def _allow_positions(self, active: ActiveModule, s: Supervision) -> Tensor:
         """Return a mask of the positions that a module may use."""
         allowed = _is_on_channel(active.channels, s) & ((s.weights > 0) | (s.unlikely >= 0))
-        if self._masked and active.module.name != "duplicate_ul":
+        if self._masked and not active.module.config.reads_unlikely:
             allowed &= ~(_is_on_channel(self._masked, s) & (s.roles == Role.tail_desc))
         return allowed
 
 
-def find_kind(module: Module) -> ModuleKind:
-    """Return how a module is computed. A module of another package names its own `ModuleKind`."""
-    if module.name in MODULES:
-        return MODULES[module.name]
-    kind: ModuleKind = resolve_part(module.kind)
-    return kind
-
-
 def _activate(module: Module, settings: Settings) -> ActiveModule:
-    specs = find_kind(module).terms
+    kind: ModuleKind = resolve_part(module.config.kind)
     active = tuple(
-        name for name, spec in specs.items() if spec.weight is None or getattr(module.config, spec.weight) > 0
+        name for name, spec in kind.terms.items() if spec.weight is None or getattr(module.config, spec.weight) > 0
     )
-    computed = tuple(name for name in active if specs[name].part_of in (None, *active))
-    # Chat records are on channel A also in a run whose other samples are all on channel B.
-    running = frozenset[Channel]({"A"}) if module.name == "chat_ce" else settings.channels
-    return ActiveModule(module, computed, running & frozenset(module.channels))
+    computed = tuple(name for name in active if kind.terms[name].part_of in (None, *active))
+    return ActiveModule(module, kind, computed, running_channels(module, settings))
 
 
 def _terms(active: ActiveModule) -> list[Term]:
@@ -190,17 +176,6 @@ def _terms(active: ActiveModule) -> list[Term]:
         part_of = None if spec.part_of is None else f"{module.name}/{spec.part_of}"
         terms.append(Term(f"{module.name}/{name}", weight, active.channels, spec.kinds, part_of))
     return terms
-
-
-def _channels_without_desc(modules: Sequence[ActiveModule]) -> frozenset[Channel]:
-    """Return the channels on which `desc` is masked: those of a token_ce with a desc_ce_weight of 0. No other
-    module uses the tokens of a masked `desc` either."""
-    masked = [
-        active.channels
-        for active in modules
-        if active.module.name == "token_ce" and active.module.config.desc_ce_weight == 0
-    ]
-    return frozenset().union(*masked)
 
 
 def _is_on_channel(channels: frozenset[Channel], s: Supervision) -> Tensor:

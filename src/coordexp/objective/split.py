@@ -14,7 +14,7 @@ split in place of the logits, computed in chunks of positions.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,12 +92,12 @@ class Split:
         self.columns, self.temperatures = columns, temperatures
 
     @classmethod
-    def of_logits(cls, logits: Tensor, request: SplitRequest) -> "Split":
-        """Split logits of shape [positions, vocabulary]."""
+    def of_logits(cls, logits: Tensor, request: SplitRequest, sums: "dict[float, Sums] | None" = None) -> "Split":
+        """Split logits of shape [positions, vocabulary]. `sums` has their sums by temperature, or gets them."""
         if len(logits) != len(request.ids):
             raise ValueError(f"{len(logits)} rows of logits for {len(request.ids)} supervised positions")
         splits = [
-            split_vocabulary(logits, request.ids, request.first_coord, temperature)
+            split_vocabulary(logits, request.ids, request.first_coord, temperature, sums)
             for temperature in request.temperatures
         ]
         coord, target, broken = splits[0].coord, splits[0].target, splits[0].broken
@@ -133,9 +133,9 @@ class Split:
 class SplittingHead:
     """The vocabulary projection of a model, which returns the columns of a `Split` while one is requested.
 
-    The logits are computed in chunks of positions, split, dropped, and computed again in the backward pass. If
-    they fit in one chunk, they are kept and not computed twice. All of this is inside the forward pass of the
-    model, so DDP, FSDP and autocast treat the projection as they do without it."""
+    The logits are computed in chunks of positions, split, dropped, and computed again in the backward pass. Their
+    sums are kept. If they fit in one chunk, they are kept and not computed twice. All of this is inside the
+    forward pass of the model, so DDP, FSDP and autocast treat the projection as they do without it."""
 
     def __init__(self, model: Any) -> None:
         self._head = model.get_output_embeddings()
@@ -162,11 +162,13 @@ class SplittingHead:
         if len(positions) <= size:
             return self._split(positions, request)[None]
         chunks = [slice(start, start + size) for start in range(0, len(positions), size)]
-        parts = [checkpoint(self._split, positions[at], _cut(request, at), use_reentrant=False) for at in chunks]
+        parts = [
+            checkpoint(self._split, positions[at], _cut(request, at), {}, use_reentrant=False) for at in chunks
+        ]
         return torch.cat(parts)[None]
 
-    def _split(self, hidden: Tensor, request: SplitRequest) -> Tensor:
-        return Split.of_logits(self._project(hidden), request).columns
+    def _split(self, hidden: Tensor, request: SplitRequest, sums: "dict[float, Sums] | None" = None) -> Tensor:
+        return Split.of_logits(self._project(hidden), request, sums).columns
 
 
 def _cut(request: SplitRequest, positions: slice) -> SplitRequest:
@@ -174,65 +176,95 @@ def _cut(request: SplitRequest, positions: slice) -> SplitRequest:
     return replace(request, ids=request.ids[positions], unlikely=unlikely)
 
 
+class Sums(NamedTuple):
+    """The results of all passes over the vocabulary: for each position, the log mass of the text tokens, the
+    largest logit and the number of broken logits, and whether none is broken anywhere."""
+
+    log_text: Tensor
+    largest: Tensor
+    broken: Tensor
+    is_clean: bool
+
+
 def split_vocabulary(
-    logits: Tensor, ids: Tensor, first_coord: int | None, temperature: float = 1.0
+    logits: Tensor,
+    ids: Tensor,
+    first_coord: int | None,
+    temperature: float = 1.0,
+    sums: dict[float, Sums] | None = None,
 ) -> VocabularySplit:
-    """Split `logits`, which are [positions, vocabulary]. `ids` are the tokens that follow each position."""
+    """Split `logits`, which are [positions, vocabulary]. `ids` are the tokens that follow each position. `sums`
+    has their sums by temperature, or gets them."""
     size = logits.shape[1]
     coords = slice(size, size) if first_coord is None else slice(first_coord, first_coord + BINS)
-    return VocabularySplit(*_Split.apply(logits, ids, coords, temperature))
+    sums = {} if sums is None else sums
+    if temperature not in sums:
+        sums[temperature] = _sum_up(logits.detach(), coords, temperature)
+    of_logits = sums[temperature]
+    coord, target, log_text = _Split.apply(logits, ids, coords, temperature, of_logits)
+    return VocabularySplit(coord, target, log_text, of_logits.broken)
 
 
 def log_odds(logits: Tensor, ids: Tensor) -> Tensor:
     """Return log(p / (1 - p)) of the tokens `ids`, one for each row of `logits`. It compares each token with all
     others, so it is exact, and has a gradient, even if the model is certain of the token."""
-    clean = _clamp(logits, clean=False)
+    clean = _clamp(logits, is_clean=False)
     chosen = clean.gather(1, ids[:, None])[:, 0]
     others = clean.scatter(1, ids[:, None], -torch.inf).logsumexp(-1)
     return chosen - others
 
 
+def _sum_up(logits: Tensor, coords: slice, temperature: float) -> Sums:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_text, largest = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))
+    broken, is_clean = logits.new_zeros(len(logits), dtype=torch.int64), True
+    for rows in _chunks(logits):
+        part = logits[rows].to(wide)
+        if not _is_clean(part):
+            is_clean = False
+            broken[rows] = _outside(part).count_nonzero(-1)
+            part = _clamp(part, is_clean=False)
+        part = part if temperature == 1.0 else part / temperature
+        torch.logaddexp(
+            part[:, : coords.start].logsumexp(-1), part[:, coords.stop :].logsumexp(-1), out=log_text[rows]
+        )
+        torch.amax(part, -1, out=largest[rows])
+    return Sums(log_text, largest, broken, is_clean)
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, coords: slice, temperature: float) -> tuple[Tensor, ...]:
-        clean = _is_clean(logits)
-        broken = logits.new_zeros(len(logits), dtype=torch.int64)
-        coord = _clamp(logits[:, coords], clean) / temperature
-        target = _clamp(logits.gather(1, ids[:, None])[:, 0], clean) / temperature
-        log_text, largest = target.new_empty(len(logits)), target.new_empty(len(logits))
-        for rows in _chunks(logits):
-            if not clean:
-                broken[rows] = _outside(logits[rows]).count_nonzero(-1)
-            scaled = _clamp(logits[rows], clean)
-            scaled = scaled if temperature == 1.0 else scaled / temperature
-            parts = scaled[:, : coords.start].logsumexp(-1), scaled[:, coords.stop :].logsumexp(-1)
-            torch.logaddexp(*parts, out=log_text[rows])
-            torch.amax(scaled, -1, out=largest[rows])
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, coords: slice, temperature: float, sums: Sums
+    ) -> tuple[Tensor, ...]:
+        log_text, largest, _, is_clean = sums
+        coord = _clamp(logits[:, coords], is_clean) / temperature
+        target = _clamp(logits.gather(1, ids[:, None])[:, 0], is_clean) / temperature
         ctx.save_for_backward(logits, ids, log_text)
-        ctx.settings = coords, temperature, clean
-        ctx.mark_non_differentiable(broken)
-        return coord - largest[:, None], target - largest, log_text - largest, broken
+        ctx.settings = coords, temperature, is_clean
+        return coord - largest[:, None], target - largest, log_text - largest
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        of_coord, of_target, of_log_text, _ = gradients
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        of_coord, of_target, of_log_text = gradients
         logits, ids, log_text = ctx.saved_tensors
-        coords, temperature, clean = ctx.settings
+        coords, temperature, is_clean = ctx.settings
         gradient = torch.empty_like(logits)
         for rows in _chunks(logits):
-            part = _clamp(logits[rows], clean, copy=True)
-            if temperature != 1.0:
-                part /= temperature
-            part -= log_text[rows, None]
+            part = _clamp(logits[rows], is_clean)
+            part = part if temperature == 1.0 else part / temperature
+            is_in_place = part.dtype == gradient.dtype
+            part = torch.sub(part, log_text[rows, None], out=gradient[rows] if is_in_place else None)
             part.exp_().mul_(of_log_text[rows, None])
             part[:, coords] = of_coord[rows]
             part.scatter_add_(1, ids[rows, None], of_target[rows, None])
             if temperature != 1.0:
                 part /= temperature
-            if not clean:
+            if not is_clean:
                 part.masked_fill_(_outside(logits[rows]), 0.0)
-            gradient[rows] = part
-        return gradient, None, None, None
+            if not is_in_place:
+                gradient[rows] = part
+        return gradient, None, None, None, None
 
 
 def _is_clean(logits: Tensor) -> bool:
@@ -247,11 +279,10 @@ def _outside(logits: Tensor) -> Tensor:
     return ~(logits.abs() <= FENCE)
 
 
-def _clamp(logits: Tensor, clean: bool, copy: bool = False) -> Tensor:
-    """Return the logits with NaN as 0 and the others clamped, as float64 if they are, else as float32. They are
-    copied only if that is necessary or `copy` is set."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=copy)
-    return wide if clean else wide.clamp(-FENCE, FENCE).nan_to_num_(0.0)
+def _clamp(logits: Tensor, is_clean: bool) -> Tensor:
+    """Return the logits with NaN as 0 and the others clamped, as float64 if they are, else as float32."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if is_clean else wide.clamp(-FENCE, FENCE).nan_to_num_(0.0)
 
 
 def _chunks(logits: Tensor) -> list[slice]:

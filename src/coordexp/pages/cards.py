@@ -9,9 +9,9 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from coordexp.data import AnyRecord, Record
+from coordexp.data import Record
 from coordexp.data.geometry import box_ring
 from coordexp.data.images import Source, open_image_file, to_rgb
 
@@ -29,14 +29,14 @@ Options = Sequence[tuple[str, str]]  # values and their words
 class Shape:
     """A shape with a tooltip, in pixels of its record: `ring` has x and y by turns. `data` are the attributes by
     which the script finds the shape, its name and its line in a list. `name` is written above the shape, or inside
-    it at its top or its bottom. A shape with a `hue` has the colour of its class, another one that of its
+    it at its bottom. A shape with a `hue` has the colour of its class, another one that of its
     `style`."""
 
     ring: Sequence[float]
     title: str
     name: str
     style: str = ""
-    place: Literal["above", "top", "bottom"] = "above"
+    is_named_inside: bool = False
     data: Mapping[str, object] = field(default_factory=dict)
     hue: int | None = None
 
@@ -47,14 +47,18 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """An image as a data URL, None if it cannot be shown, and shapes. A small image is shown larger than it is,
-    with sharp pixels."""
+    """An image as a data URL, None if it cannot be shown, and shapes, of which the first `most_names` have their
+    names. A small image is shown larger than it is, with sharp pixels."""
 
     width: int
     height: int
     url: str | None
-    shapes: Sequence[Shape] = ()
-    named: Sequence[Shape] = ()
+    shapes: Sequence[Shape]
+    most_names: int = MAX_NAMES
+
+    @property
+    def named(self) -> list[Shape]:
+        return [shape for shape in self.shapes[: self.most_names] if shape.name]
 
     @property
     def max_width(self) -> int:
@@ -67,13 +71,8 @@ class Drawing:
     def place_name(self, shape: Shape) -> str:
         """Return the style of a name. In the right half of the image, it ends where the shape ends."""
         left, right = (min(100.0, max(0.0, 100 * end(shape.ring[::2]) / self.width)) for end in (min, max))
-        top, bottom = (100 * end(shape.ring[1::2]) / self.height for end in (min, max))
-        top, bottom = min(96.0, max(0.0, top)), min(100.0, max(4.0, bottom))
-        down = {
-            "above": f"top:max(0px, {top:.2f}% - 16px)",
-            "top": f"top:{top:.2f}%",
-            "bottom": f"bottom:{100 - bottom:.2f}%",
-        }[shape.place]
+        top, bottom = (min(96.0, max(4.0, 100 * end(shape.ring[1::2]) / self.height)) for end in (min, max))
+        down = f"bottom:{100 - bottom:.2f}%" if shape.is_named_inside else f"top:max(0px, {top:.2f}% - 16px)"
         across = f"right:{100 - right:.2f}%" if left > 55 else f"left:{left:.2f}%"
         return f"{across};{down}" + ("" if shape.hue is None else f";--hue:{shape.hue}")
 
@@ -122,12 +121,11 @@ def describe_answer(answer: "ImageAnswer") -> tuple[str, str] | None:
     if not answer.was_asked or not answer.has_text:
         return None
     reasons = Counter(item.reason for item in answer.objects if item.reason is not None)
-    ended = [f"{answer.tokens:,} tokens, ended by {answer.finish_reason}"]
-    if reasons:
-        ended.append(f"refused: {', '.join(f'{reason} {count}' for reason, count in reasons.items())}")
-    if answer.dropped:
-        ended.append(f"dropped as duplicates: {len(answer.dropped)}")
-    return "; ".join(ended), answer.text
+    refused = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+    ended = f"{answer.tokens:,} tokens, ended by {answer.finish_reason}"
+    ended += f"; refused: {refused}" if refused else ""
+    ended += f"; dropped as duplicates: {len(answer.dropped)}" if answer.dropped else ""
+    return ended, answer.text
 
 
 def ring_of(kind: str, coords: Sequence[float]) -> Sequence[float]:
@@ -159,8 +157,3 @@ def try_thumbnail(address: str, side: int = SIDE) -> tuple[str | None, str]:
 
 def explain_missing_image(error: OSError | ValueError) -> str:
     return f"image not shown: {getattr(error, 'strerror', None) or error}"
-
-
-def draw(record: AnyRecord, url: str | None, shapes: Sequence[Shape], most_names: int = MAX_NAMES) -> Drawing:
-    named = [shape for shape in shapes[:most_names] if shape.name]
-    return Drawing(record.width, record.height, url, shapes, named)

@@ -5,23 +5,30 @@ Each line has a letter, and each letter its own colour, dashes and mark, so that
 The page's style sets them. The numbers of a chart are written beside it, so the drawing itself has few words.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.pages.curves import SMOOTH_FROM, Curve, Floats, smooth
+from coordexp.pages.curves import Curve, Floats
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 20  # margins around the plotting area
 SMALL, LARGE = (320, 148), (664, 300)
 MARKED_POINTS = 30  # up to which every point has a mark
 AXIS_ROW = 12  # height of the name of the axis, below a chart
-
 TICK_GAPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-MIN_DIGITS = 3  # of a tick
 MIN_GAP = 1e-300  # between ticks
+MARKS = {  # SVG paths around the point 0 0, by the letter of the line
+    "A": "M-2.7 0a2.7 2.7 0 1 0 5.4 0a2.7 2.7 0 1 0-5.4 0",
+    "B": "M-2.7-2.7h5.4v5.4h-5.4z",
+    "C": "M0-3.4l3.4 5.4h-6.8z",
+    "D": "M0-3.4l3.4 3.4l-3.4 3.4l-3.4-3.4z",
+    "E": "M0 3.4l3.4-5.4h-6.8z",
+    "F": "M-3.4-1.5h6.8v3h-6.8z",
+    "G": "M-1.5-3.4v6.8h3v-6.8z",
+    "H": "M-2.7-2.7l5.4 5.4h-5.4l5.4-5.4z",
+}
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,18 @@ class Scale:
 
 @dataclass(frozen=True)
 class DrawnLine:
-    """A line as SVG paths: pairs of a style and a path, from the bottom to the top. `broken` are the points at the
-    bottom with values that are not numbers."""
+    """A line as SVG paths. `bands` are pairs of a style and a path, from the bottom to the top. `points` have a
+    mark each. `broken` are the places at the bottom of values that are not numbers."""
 
     letter: str
-    areas: list[tuple[str, str]]
-    paths: list[tuple[str, str]]
-    marks: str = ""
-    broken: list[float] = field(default_factory=list)
+    bands: list[tuple[str, str]]
+    path: str
+    points: list[tuple[float, float]]
+    broken: list[float]
+
+    @property
+    def mark(self) -> str:
+        return MARKS[self.letter]
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class Chart:
     axis: str = ""
     ring: tuple[float, float, str] | None = None
 
-    left, top = LEFT, TOP
+    left = LEFT
 
     @property
     def right(self) -> int:
@@ -71,12 +82,8 @@ class Chart:
 
     @property
     def bottom(self) -> int:
-        return self.height - BOTTOM
-
-    @property
-    def whole_height(self) -> int:
-        """The height with the name of the axis."""
-        return self.height + (AXIS_ROW if self.axis else 0)
+        """The lower edge of the plotting area. Below are the ticks, and the name of the axis."""
+        return self.height - BOTTOM - (AXIS_ROW if self.axis else 0)
 
 
 def lay_out(
@@ -95,10 +102,10 @@ def lay_out(
     unless `limits` gives them."""
     width, height = size
     across = Scale(ends[0], ends[1] if ends[1] > ends[0] else ends[0] + 1, LEFT, width - RIGHT)
-    lowest = np.concatenate([curve.lowest for _, curve in curves])
-    highest = np.concatenate([curve.highest for _, curve in curves])
-    low, high = limits or pad_range([float(np.nanmin(lowest)), float(np.nanmax(highest))], share)
-    up = Scale(low, high, height - BOTTOM, TOP)
+    lowest = min(float(np.nanmin(curve.lowest)) for _, curve in curves)
+    highest = max(float(np.nanmax(curve.highest)) for _, curve in curves)
+    low, high = limits or pad_range(lowest, highest, share)
+    up = Scale(low, high, height - BOTTOM - (AXIS_ROW if axis else 0), TOP)
     rows = choose_ticks(low, high, 4 if height < 180 else 5)
     columns = choose_ticks(across.low, across.high, 4 if width < 400 else 8)
     columns = columns if axis else [value for value in columns if value == int(value)]
@@ -106,33 +113,34 @@ def lay_out(
         title,
         width,
         height,
-        [(round(up.at(value), 1), label) for value, label in zip(rows, format_ticks(rows), strict=True)],
-        [(round(across.at(value), 1), label) for value, label in zip(columns, format_ticks(columns), strict=True)],
-        [_draw_line(letter, curve, across, up, is_smoothed=not axis) for letter, curve in curves],
+        [(round(up.at(value), 1), format_tick(value)) for value in rows],
+        [(round(across.at(value), 1), format_tick(value)) for value in columns],
+        [_draw_line(letter, curve, across, up, is_marked=not axis) for letter, curve in curves],
         axis,
         (round(across.at(ring[0]), 1), round(up.at(ring[1]), 1), ring[2]) if ring else None,
     )
 
 
-def _draw_line(letter: str, curve: Curve, across: Scale, up: Scale, *, is_smoothed: bool) -> DrawnLine:
-    """Draw the band of all values, over it the band of the runs, and the line. A band without height is left
-    out."""
-    pairs = {"all": (curve.lowest, curve.highest), "band": (curve.low, curve.high)}
-    if np.allclose(*pairs["all"], equal_nan=True) or np.allclose(pairs["all"], pairs["band"], equal_nan=True):
-        del pairs["all"]
-    areas = [
-        (style, _area_path(curve.steps, low, high, across, up))
-        for style, (low, high) in pairs.items()
-        if np.nanmax(high - low) > 0
-    ]
-    paths = [("line", _line_path(curve.steps, curve.mean, across, up))]
-    if is_smoothed and len(curve) > SMOOTH_FROM:
-        paths = [("raw", paths[0][1]), ("line", _line_path(curve.steps, smooth(curve.mean), across, up))]
+def _draw_line(letter: str, curve: Curve, across: Scale, up: Scale, *, is_marked: bool) -> DrawnLine:
+    """Draw the band of all values, over it the band of the runs, and the line. A band without height is left out,
+    and so is one that is no wider than the band over it."""
+    bands = {"all": (curve.lowest, curve.highest), "band": (curve.low, curve.high)}
+    if np.allclose(bands["all"], bands["band"], equal_nan=True):
+        del bands["all"]
     known = np.flatnonzero(np.isfinite(curve.mean))
-    points = [(across.at(curve.steps[k]), up.at(curve.mean[k])) for k in known] if is_smoothed else []
-    marks = "".join(mark_path(letter, x, y) for x, y in points) if len(points) <= MARKED_POINTS else ""
-    broken = [round(across.at(curve.steps[k]), 1) for k in curve.broken[:50]]
-    return DrawnLine(letter, areas, paths, marks, broken)
+    return DrawnLine(
+        letter,
+        [
+            (style, _area_path(curve.steps, low, high, across, up))
+            for style, (low, high) in bands.items()
+            if np.nanmax(high - low) > 0
+        ],
+        _line_path(curve.steps, curve.mean, across, up),
+        [(round(across.at(curve.steps[k]), 1), round(up.at(curve.mean[k]), 1)) for k in known]
+        if is_marked and len(known) <= MARKED_POINTS
+        else [],
+        [round(across.at(step), 1) for step in curve.steps[curve.broken]],
+    )
 
 
 def choose_ticks(low: float, high: float, count: int) -> list[float]:
@@ -146,19 +154,15 @@ def choose_ticks(low: float, high: float, count: int) -> list[float]:
     return [float(f"{k * gap:.12g}") for k in range(first, math.floor(high / gap + 1e-9) + 1)]
 
 
-def pad_range(values: Sequence[float], share: bool) -> tuple[float, float]:
+def pad_range(low: float, high: float, share: bool) -> tuple[float, float]:
     """Return a range with some margin around the values. It stays within 0 and 1 for shares that do, and it starts
     at 0 if the values come near 0."""
-    low, high = min(values), max(values)
     margin = (high - low) * 0.06 or abs(high) * 0.1 or (0.05 if share else 0.5)
     below, above = low - margin, high + margin
     if 0 <= low < 0.35 * high or low == high == 0:
         below = 0.0
-    if high <= 0 and low < 0:
-        above = min(above, 0.0)
-    if share:
-        below = max(0.0, below) if low >= 0 else below
-        above = min(1.0, above) if high <= 1 else above
+    if share and low >= 0 and high <= 1:
+        below, above = max(0.0, below), min(1.0, above)
     return below, above
 
 
@@ -166,61 +170,12 @@ def format_number(value: float | None) -> str:
     """Format with four significant digits, and "-" for no number."""
     if value is None or not math.isfinite(value):
         return "-"
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e6 or size < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}" if size >= 1 else f"{value:.{3 - min(0, math.floor(math.log10(size)) + 1)}f}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
-def format_ticks(values: Sequence[float]) -> list[str]:
-    """Format the ticks of an axis with as many digits as it takes to tell them apart."""
-    tolerance = min((b - a for a, b in itertools.pairwise(values)), default=math.inf) / 100
-    for digits in range(MIN_DIGITS, 17):
-        labels = [format_tick(value, digits) for value in values]
-        if all(abs(float(label) - value) <= tolerance for label, value in zip(labels, values, strict=True)):
-            return labels
-    return [format_tick(value, 17) for value in values]
-
-
-def format_tick(value: float, digits: int = MIN_DIGITS) -> str:
-    """Use a power of ten for very small and very large values, unless plain digits would be as short."""
-    size = abs(value)
-    if value and (size < 1e-3 or size >= (1e5 if digits == MIN_DIGITS else 1e9)):
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
-    return f"{value:.{max(9, digits)}g}"
-
-
-def format_duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes = seconds / 60
-    if minutes < 90:
-        return f"{minutes:.0f} min"
-    hours = minutes / 60
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"
-
-
-def mark_path(letter: str, x: float, y: float, r: float = 2.7) -> str:
-    """Return the SVG path of a group's mark: a disc for A, a square for B, and so on."""
-    a, b = x - r, y - r
-    long, slim = r * 1.25, r * 0.55
-    shapes = {
-        "A": f"M{a:.1f} {y:.1f}a{r} {r} 0 1 0 {2 * r:.1f} 0a{r} {r} 0 1 0 {-2 * r:.1f} 0",
-        "B": f"M{a:.1f} {b:.1f}h{2 * r:.1f}v{2 * r:.1f}h{-2 * r:.1f}z",
-        "C": f"M{x:.1f} {y - long:.1f}l{long:.1f} {2 * r:.1f}h{-2 * long:.1f}z",
-        "D": f"M{x:.1f} {y - long:.1f}l{long:.1f} {long:.1f}l{-long:.1f} {long:.1f}l{-long:.1f} {-long:.1f}z",
-        "E": f"M{x:.1f} {y + long:.1f}l{long:.1f} {-2 * r:.1f}h{-2 * long:.1f}z",
-        "F": f"M{x - long:.1f} {y - slim:.1f}h{2 * long:.1f}v{2 * slim:.1f}h{-2 * long:.1f}z",
-        "G": f"M{x - slim:.1f} {y - long:.1f}v{2 * long:.1f}h{2 * slim:.1f}v{-2 * long:.1f}z",
-        "H": f"M{a:.1f} {b:.1f}l{2 * r:.1f} {2 * r:.1f}h{-2 * r:.1f}l{2 * r:.1f} {-2 * r:.1f}z",
-    }
-    return shapes[letter]
+def format_tick(value: float) -> str:
+    """Format a round number in full: neighbouring ticks may differ in their last digit only."""
+    return f"{value:,.12g}"
 
 
 def _split_at_gaps(values: Floats) -> list[slice]:

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +26,11 @@ from coordexp.errors import DataError
 from coordexp.pages.curves import Floats
 from coordexp.pages.run_folder import MANIFEST, DataFile, Run, RunGroup
 
-if TYPE_CHECKING:
-    from coordexp.evaluate.predictions import Predictions, Truth
-
 LEVEL = 0.95
 SEED = 20_250  # of the resamples, so that the same page comes out again
 CELLS = 2_000_000  # drawn at a time
 MIN_SEEDS = 3
 MAX_UNDEFINED = 0.05  # of resamples in which the denominator of a rate is 0; with more, it has no interval
-TOLERANCE = 1e-9  # between a logged value and the value computed from the predictions
 
 RunCounts = Mapping[str, NDArray[np.int64]]  # of one run, by rate: [images, 2], numerator and denominator
 Interval = tuple[float, float]
@@ -64,6 +59,18 @@ class RateDifference:
         known = [interval for interval in (self.image_interval, self.seed_interval) if interval is not None]
         return bool(known) and all(low > 0 or high < 0 for low, high in known)
 
+    @property
+    def is_quality(self) -> bool:
+        """Whether higher is better. All other rates are of behaviour."""
+        return self.name == "ap" or "_50" in self.name
+
+    def describe(self, with_seeds: bool) -> list[str]:
+        """Return the cells of a table: both values, the difference, the intervals and the share of its sign."""
+        intervals = [self.image_interval, *([self.seed_interval] if with_seeds else [])]
+        difference = "0" if self.value == 0 else f"{self.value:+.4f}"
+        same_sign = "-" if self.same_sign is None else f"{100 * self.same_sign:.1f} %"
+        return [f"{self.base:.4f}", f"{self.other:.4f}", difference, *map(describe_interval, intervals), same_sign]
+
 
 def describe_interval(interval: Interval | None) -> str:
     if interval == (0.0, 0.0):
@@ -73,12 +80,11 @@ def describe_interval(interval: Interval | None) -> str:
 
 @dataclass(frozen=True)
 class GroupComparison:
-    """`average_precision` is that of both groups, as logged."""
+    """The rates of two groups. AP has no interval: it is that of both groups as logged."""
 
     base: RunGroup
     other: RunGroup
     rows: tuple[RateDifference, ...]
-    average_precision: tuple[float, float] | None
 
     @property
     def has_seed_intervals(self) -> bool:
@@ -103,7 +109,7 @@ def compare_groups(
     each run. `data` says where the held-out records are now. Raise DataError if files are missing or do not
     fit."""
     from coordexp.data import open_data
-    from coordexp.evaluate import count_by_image, read_truth
+    from coordexp.evaluate import count_by_image, read_predictions, read_truth
 
     steps = {group.letter: tuple(choose_step(run, step) for run in group.runs) for group in groups}
     truth = read_truth(open_data([find_held_out_files(groups[0].runs[0], data)]))
@@ -112,27 +118,28 @@ def compare_groups(
     for group in groups:
         for run, at in zip(group.runs, steps[group.letter], strict=True):
             notify(f"{run.name}, step {at}")
-            predictions = _read_predictions(run, at, truth)
-            answered = {answer.image_id: run.name for answer in predictions.answers}
+            answers = read_predictions(run.folder / "evaluations" / f"step-{at}.json", truth)
+            answered = {answer.image_id: run.name for answer in answers}
             evaluated = evaluated or answered
             if answered.keys() != evaluated.keys():
                 raise _different_images(evaluated, answered)
             images = [(image_id, record) for image_id, record in truth if image_id in answered]
-            counts.setdefault(group.letter, []).append(count_by_image(images, predictions.answers))
+            counts.setdefault(group.letter, []).append(count_by_image(images, answers))
     notify(f"{resamples} resamples")
     base = groups[0]
     comparisons = tuple(
         GroupComparison(
             base,
             other,
-            tuple(bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples)),
-            _read_average_precision(base, other, steps),
+            (
+                *bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples),
+                *_read_average_precision(base, other, steps),
+            ),
         )
         for other in groups[1:]
     )
     notes = (
         *_note_different_steps(groups, steps),
-        *_note_deviations(groups, steps, counts),
         *(note for comparison in comparisons for note in note_shift_of_length(comparison)),
     )
     return ComparisonResult(len(evaluated or ()), resamples, steps, comparisons, notes)
@@ -196,24 +203,19 @@ def find_held_out_files(logged: Run, given: Path | None) -> list[Path]:
 
 
 def _find_held_out_file(logged: Run, expected: DataFile, given: Path | None) -> Path:
-    name = Path(expected.file)
-    root = logged.start_folder
-    candidates = [given] if given else [name, *([root / name] if root else [])]
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
-        raise DataError(
-            f"{candidates[0]}: no such file",
-            f"{logged.name} was evaluated on it (a relative path starts where the run was started); say where it "
-            "is now with --data FILE, or leave out the comparison with --at none",
-        )
+    path = given or Path(expected.file)
+    if not path.is_file() and logged.start_folder and not given:
+        path = logged.start_folder / expected.file
+    where = "say where the file of the run is with --data FILE, or leave out the comparison with --at none"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file, but {logged.name} was evaluated on it", where)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected.sha256:
         raise DataError(
             f"{path}: its hash is {digest[:12]}, but {logged.name} was evaluated on {expected.sha256[:12]} "
             f"({expected.records} records)",
-            "the file has changed, or is another one; give the file of the run with --data FILE, or leave out the "
-            "comparison with --at none",
+            f"the file has changed, or is another one; {where}",
         )
     return path
 
@@ -227,36 +229,15 @@ def _find_val_data(logged: Run) -> DataFile:
     return logged.data["val"]
 
 
-def _read_predictions(run: Run, step: int, truth: "Truth") -> "Predictions":
-    from coordexp.evaluate import check_predictions, read_predictions
-
-    path = run.folder / "evaluations" / f"step-{step}.json"
-    try:
-        predictions = read_predictions(path)
-        check_predictions(predictions, truth)
-        return predictions
-    except DataError as error:  # it does not name the run
-        raise DataError(f"{path}: {error.problem}", error.fix) from error
-
-
-def _value_at(run: Run, metric: str, step: int) -> float | None:
-    series = run.series(metric)
-    values = series.values[series.steps == step]
-    return float(values[0]) if len(values) else None
-
-
-def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> tuple[float, float] | None:
-    """Return the means over seeds, or None if a run did not log it."""
+def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup) -> list[RateDifference]:
+    """Return the means over seeds as a row without intervals, or nothing if a run did not log it."""
     means = []
     for group in (base, other):
         logged = [
-            _value_at(run, "eval_ap", step) for run, step in zip(group.runs, steps[group.letter], strict=True)
+            run.series("eval_ap").at(step) for run, step in zip(group.runs, steps[group.letter], strict=True)
         ]
-        values = [value for value in logged if value is not None]
-        if len(values) < len(group.runs):
-            return None
-        means.append(sum(values) / len(values))
-    return means[0], means[1]
+        means.append(sum(logged) / len(logged))
+    return [] if math.isnan(sum(means)) else [RateDifference("ap", means[0], means[1], None, None, None)]
 
 
 def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
@@ -266,23 +247,6 @@ def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> li
     words = "; ".join(f"{letter} {', '.join(map(str, group_steps))}" for letter, group_steps in steps.items())
     advice = f"--at {max(shared)} compares all at the last step they share" if shared else "they share no step"
     return [f"The last evaluations are of different steps ({words}); {advice}."]
-
-
-def _note_deviations(
-    groups: Sequence[RunGroup], steps: StepsByGroup, counts: dict[str, list[RunCounts]]
-) -> list[str]:
-    """Report runs whose logged F1 cannot be reproduced from their predictions."""
-    notes = []
-    for group in groups:
-        for run, step, run_counts in zip(group.runs, steps[group.letter], counts[group.letter], strict=True):
-            logged = _value_at(run, "eval_f1_50", step)
-            above, below = run_counts["f1_50"].sum(axis=0)
-            if logged is not None and below and abs(above / below - logged) > TOLERANCE:
-                notes.append(
-                    f"{run.name} logged F1 {logged:.4f} at step {step}, but its predictions give "
-                    f"{above / below:.4f} now: another version evaluated them, or they were changed."
-                )
-    return notes
 
 
 def note_shift_of_length(comparison: GroupComparison) -> list[str]:
@@ -319,9 +283,7 @@ def bootstrap_differences(
 
 
 def resample_sums(columns: Floats, resamples: int, seed: int) -> Floats:
-    """Return [resamples, columns]: sums over as many rows as there are, drawn with replacement. Many denominators
-    are equal columns, which are summed only once."""
-    columns, inverse = np.unique(columns, axis=1, return_inverse=True)
+    """Return [resamples, columns]: sums over as many rows as there are, drawn with replacement."""
     rows, rng = len(columns), np.random.default_rng(seed)
     batch = max(1, CELLS // rows)
     parts = []
@@ -330,7 +292,7 @@ def resample_sums(columns: Floats, resamples: int, seed: int) -> Floats:
         drawn = rng.integers(0, rows, (count, rows)) + np.arange(count)[:, None] * rows
         times = np.bincount(drawn.ravel(), minlength=count * rows).reshape(count, rows)
         parts.append(times.astype(float) @ columns)
-    sums: Floats = np.concatenate(parts)[:, inverse]
+    sums: Floats = np.concatenate(parts)
     return sums
 
 

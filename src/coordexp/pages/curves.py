@@ -5,7 +5,7 @@ logged as null was not a number. It is kept, as nan. If a step was logged twice,
 
 A `Curve` has a bounded number of points. A point is one step, or a range of neighbouring steps if there are more
 steps than fit. Its value is the mean over the range in each run, then over the runs. Its inner band spans the
-runs, its outer band every logged value.
+means of the runs, its outer band every logged value.
 
 The phases of a step do not overlap, as the run measures them: `compute` excludes reading images and waiting. The
 rest of a step's time is `rest`. The time that the run took besides its steps, such as evaluation and saving, is
@@ -15,7 +15,7 @@ rest of a step's time is `rest`. The time that the run took besides its steps, s
 import math
 import reprlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,7 @@ from coordexp.files import read_json_lines
 
 LARGEST_NUMBER = 1e100  # so that sums and products of the numbers on a page stay finite
 NOT_WRITTEN_BY_A_RUN = "the file was edited, or another program wrote it; give another run"
-MAX_POINTS = 200  # of a line; a chart is not wide enough to show more
-MIN_POINTS = 60  # however many groups share the page
-MAX_POINTS_OF_CHART = 480  # of all lines together
-SMOOTH_FROM = 40  # points; below, a running mean hides more than it shows
+MAX_POINTS = 120  # of a line; more would show the noise of single steps
 PHASES = {
     "rollout": "the model or the engine answers",
     "sync": "the engine receives the weights, including the canary and freeing memory",
@@ -64,10 +61,20 @@ class Series:
         return float(known[-1]) if len(known) else None
 
     @property
+    def last_step(self) -> int:
+        """The last step that was logged; 0 if none was."""
+        return int(self.steps[-1]) if len(self.steps) else 0
+
+    @property
     def invalid_steps(self) -> Steps:
         """The steps at which something other than a number was logged."""
         steps: Steps = self.steps[~np.isfinite(self.values)]
         return steps
+
+    def at(self, step: int) -> float:
+        """Return the value at a step, nan if there is none."""
+        values = self.values[self.steps == step]
+        return float(values[0]) if len(values) else math.nan
 
     def scale(self, factor: float) -> "Series":
         return Series(self.steps, self.values * factor)
@@ -95,10 +102,10 @@ def collect_series(lines: Iterable[Mapping[str, Any]], where: str) -> dict[str, 
                 columns[name] = array("q"), array("d")
             steps, values = columns[name]
             steps.append(step)
-            if (type(value) is float or type(value) is int) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER:
-                values.append(value)
-            elif value is None or (type(value) is float and not math.isfinite(value)):
+            if value is None or (type(value) is float and not math.isfinite(value)):
                 values.append(math.nan)
+            elif type(value) in (int, float) and abs(value) <= LARGEST_NUMBER:
+                values.append(value)
             else:
                 raise DataError(
                     f"{where}, line {number}: {name} {reprlib.repr(value)} is not a number up to "
@@ -144,8 +151,7 @@ class StepRanges:
 @dataclass(frozen=True, eq=False)
 class Curve:
     """Points by increasing step, with nan where no run has a number. `low` and `high` span the means of the runs,
-    `lowest` and `highest` all values. `runs` counts the runs that have the point. `broken` are the indices of
-    points in which something other than a number was logged."""
+    `lowest` and `highest` all values. `broken` says in which points something other than a number was logged."""
 
     steps: Floats
     mean: Floats
@@ -153,11 +159,7 @@ class Curve:
     high: Floats
     lowest: Floats
     highest: Floats
-    runs: Steps
-    broken: Steps
-
-    def __len__(self) -> int:
-        return len(self.steps)
+    broken: NDArray[np.bool_]
 
     @property
     def last(self) -> float:
@@ -167,79 +169,47 @@ class Curve:
     @property
     def is_zero(self) -> bool:
         """Whether every logged value is 0."""
-        return not len(self.broken) and not self.lowest.any() and not self.highest.any()
+        return not self.broken.any() and not self.lowest.any() and not self.highest.any()
 
     @classmethod
     def through(cls, steps: Floats, values: Floats) -> "Curve":
         """Return the curve of one run through these points, without bands."""
-        none = np.zeros(0, np.int64)
-        return cls(steps, values, values, values, values, values, np.ones(len(steps), np.int64), none)
+        return cls(steps, values, values, values, values, values, np.zeros(len(steps), bool))
 
 
-def divide_steps(series: Sequence[Series], groups: int) -> StepRanges:
-    """Return ranges over every step of these series, fewer if more groups share a chart."""
+def divide_steps(series: Sequence[Series]) -> StepRanges:
+    """Return ranges over every step of these series."""
     steps = [metric.steps for metric in series if len(metric)]
     if not steps:
         return StepRanges(0, 0, 1)
     first, last = min(int(run[0]) for run in steps), max(int(run[-1]) for run in steps)
-    most = max(MIN_POINTS, min(MAX_POINTS, MAX_POINTS_OF_CHART // max(1, groups)))
-    return StepRanges(first, last, min(most, last - first + 1))
+    return StepRanges(first, last, min(MAX_POINTS, last - first + 1))
 
 
 def build_curve(runs: Sequence[Series], ranges: StepRanges) -> Curve | None:
     """Return None if no run has a number."""
-    summaries = [_summarise(series, ranges) for series in runs if len(series)]
-    if not summaries or not any(np.isfinite(series.values).any() for series in runs):
+    if not any(np.isfinite(series.values).any() for series in runs):
         return None
-    used = np.unique(np.concatenate([index for index, _ in summaries]))
-    table = np.full((5, len(summaries), len(used)), np.nan)
-    for k, (index, rows) in enumerate(summaries):
-        table[:, k, np.searchsorted(used, index)] = rows
-    steps, mean, lowest, highest, finite = table
-    return Curve(
-        steps=_over_runs(np.nanmean, steps),
-        mean=_over_runs(np.nanmean, mean),
-        low=_over_runs(np.nanmin, mean),
-        high=_over_runs(np.nanmax, mean),
-        lowest=_over_runs(np.nanmin, lowest),
-        highest=_over_runs(np.nanmax, highest),
-        runs=np.isfinite(mean).sum(axis=0),
-        broken=np.flatnonzero(np.nan_to_num(finite, nan=1.0).min(axis=0) < 1),
-    )
+    parts: dict[int, list[Series]] = {}  # by the range, what each run logged in it
+    for series in runs:
+        numbers, starts = np.unique(ranges.index(series.steps), return_index=True)
+        for number, start, end in zip(numbers, starts, [*starts[1:], len(series)], strict=True):
+            parts.setdefault(int(number), []).append(Series(series.steps[start:end], series.values[start:end]))
+    points = np.array([_summarise(parts[number]) for number in sorted(parts)])
+    steps, mean, low, high, lowest, highest, broken = points.T
+    return Curve(steps, mean, low, high, lowest, highest, broken > 0)
 
 
-def smooth(values: Floats) -> Floats:
-    """Return a running mean over neighbouring points. It has fewer at the ends; gaps stay gaps."""
-    width = 2 * (len(values) // 50) + 1
-    known = np.isfinite(values)
-    window = np.ones(width)
-    half = width // 2
-    total = np.convolve(np.where(known, values, 0.0), window)[half : half + len(values)]
-    count = np.convolve(known.astype(float), window)[half : half + len(values)]
-    return np.where(known, total / np.maximum(count, 1.0), np.nan)
-
-
-def _summarise(series: Series, ranges: StepRanges) -> tuple[Steps, Floats]:
-    """Return which ranges have a value, and [5, ranges]: the middle step, the mean, the lowest and the highest
-    value, and the share of values that are numbers."""
-    index, first = np.unique(ranges.index(series.steps), return_index=True)
-    known = np.isfinite(series.values)
-    lines = np.diff(first, append=len(series)).astype(float)
-    count = np.add.reduceat(known.astype(float), first)
-    mean = np.add.reduceat(np.where(known, series.values, 0.0), first) / np.where(count > 0, count, np.nan)
-    lowest = np.minimum.reduceat(np.where(known, series.values, np.inf), first)
-    highest = np.maximum.reduceat(np.where(known, series.values, -np.inf), first)
-    steps = np.add.reduceat(series.steps.astype(float), first) / lines
-    statistics = [np.where(count > 0, row, np.nan) for row in (mean, lowest, highest)]
-    return index, np.stack([steps, *statistics, count / lines])
-
-
-def _over_runs(reduce: Callable[..., Floats], values: Floats) -> Floats:
-    """Reduce over the runs; nan where no run has a number."""
-    result = np.full(values.shape[1], np.nan)
-    known = np.isfinite(values).any(axis=0)
-    result[known] = reduce(values[:, known], axis=0)
-    return result
+def _summarise(parts: Sequence[Series]) -> tuple[float, ...]:
+    """Return a point of a curve from what each run logged in its range: the values of the fields of `Curve`."""
+    step = float(np.mean([part.steps.mean() for part in parts]))
+    known = [part.values[np.isfinite(part.values)] for part in parts]
+    is_broken = any(len(values) < len(part) for values, part in zip(known, parts, strict=True))
+    known = [values for values in known if len(values)]
+    if not known:
+        return (step, *[math.nan] * 5, is_broken)
+    means, values = [float(values.mean()) for values in known], np.concatenate(known)
+    return (step, sum(means) / len(means), min(means), max(means), values.min(), values.max(), is_broken)
 
 
 def total_by_phase(log: Log) -> dict[str, float] | None:

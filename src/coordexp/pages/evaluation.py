@@ -18,7 +18,7 @@ from coordexp.evaluate.behaviour import DEFINITIONS
 from coordexp.evaluate.comparison import LabelledShape
 from coordexp.evaluate.matching import THRESHOLDS, CurvePoint, best_point, thin_curve
 from coordexp.evaluate.report import MEASURES, EvaluationReport, ImageReport
-from coordexp.pages.cards import Card, Shape, describe_answer, draw, explain_missing_image, make_thumbnail
+from coordexp.pages.cards import Card, Drawing, Shape, describe_answer, try_thumbnail
 from coordexp.pages.charts import lay_out
 from coordexp.pages.curves import Curve
 from coordexp.pages.document import render_page
@@ -81,7 +81,7 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
         scope=f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions",
         notes=make_notes(report),
         remarks=report.notes,
-        tiles=[(f"{values[name]:.3f}", title, "") for name, title in HEADLINE.items() if name in values],
+        tiles=[(f"{values[name]:.3f}", title) for name, title in HEADLINE.items() if name in values],
         curves=_draw_curves(report.curve),
         letters=LETTERS,
         rates=[
@@ -126,31 +126,20 @@ def _draw_curves(points: Sequence[CurvePoint]) -> dict[str, Any] | None:
     scores = np.array([point.score for point in shown])
     f1, precision, recall = (getattr(best.counts, name) or 0.0 for name in MEASURES)
     words = f"Ring: best F1 {f1:.3f}, keeping objects with a score of at least {best.score:.3g}"
-    over_recall = [("A", _make_stairs(0.0, values["recall"], values["precision"]))]
     first, last = float(scores[-1]), float(scores[0])
+    over_recall = [("A", _make_stairs(0.0, values["recall"], values["precision"]))]
     over_score = [(LETTERS[name], _make_stairs(first, scores[::-1], row[::-1])) for name, row in values.items()]
-    fixed: dict[str, Any] = {"limits": (0.0, 1.0)}
-    charts = {
-        "Precision against recall": lay_out(
-            "Precision against recall",
-            over_recall,
-            SIZE,
-            (0.0, 1.0),
-            axis="recall",
-            ring=(recall, precision, words),
-            **fixed,
-        ),
-        "Against the score threshold": lay_out(
-            "Precision, recall and F1 against the score threshold",
-            over_score,
-            SIZE,
-            (first, last),
-            axis="score threshold",
-            ring=(best.score, f1, words),
-            **fixed,
-        ),
+    charts = [
+        ("Precision against recall", over_recall, (0.0, 1.0), "recall", (recall, precision, words)),
+        ("Against the score threshold", over_score, (first, last), "score threshold", (best.score, f1, words)),
+    ]
+    return {
+        "words": words,
+        "charts": {
+            title: lay_out(title, lines, SIZE, reach, axis=axis, ring=ring, limits=(0.0, 1.0))
+            for title, lines, reach, axis, ring in charts
+        },
     }
-    return {"words": words, "charts": charts}
 
 
 def _make_stairs(start: float, steps: np.ndarray, values: np.ndarray) -> Curve:
@@ -228,14 +217,10 @@ def _make_card(image: ImageReport, folder: Path) -> Card:
     }
     shapes = draw_objects(image)
     named = sum(bool(shape.name) for shape in shapes)
-    url, remark, size = None, "", (record.width, record.height)
-    try:
-        address = join_address(folder, record.image)
-        url, size = make_thumbnail(address), read_image_size(address)
-    except (OSError, ValueError) as error:
-        remark = explain_missing_image(error)
-    if size != (record.width, record.height):
-        remark = f"the file is {size[0]} x {size[1]}, but its record says {record.width} x {record.height}"
+    address, size = join_address(folder, record.image), (record.width, record.height)
+    url, remark = try_thumbnail(address)
+    if url is not None and (own := read_image_size(address)) != size:
+        remark = f"the file is {own[0]} x {own[1]}, but its record says {size[0]} x {size[1]}"
     return Card(
         title=record.image,
         detail=f"image_id {image.comparison.image_id}",
@@ -244,7 +229,7 @@ def _make_card(image: ImageReport, folder: Path) -> Card:
             "data-f1": f"{_f1(image):.6f}",
             "data-errors": image.errors,
         },
-        drawing=draw(record, url, shapes, most_names=len(shapes) if named <= MAX_NAMES else 0),
+        drawing=Drawing(record.width, record.height, url, shapes, len(shapes) if named <= MAX_NAMES else 0),
         remark=remark,
         facts=[("F1", f"{_f1(image):.2f}"), (counts, "")],
         answer=describe_answer(answer),
@@ -276,4 +261,4 @@ def draw_objects(image: ImageReport) -> list[Shape]:
 def _outline(kind: str, obj: LabelledShape, name: str = "") -> Shape:
     score = "" if obj.score is None else f" {obj.score:.2f}"
     title = f"{kind}: {obj.desc}{score}"
-    return Shape(obj.shape.ring, title, name, kind, "bottom" if kind == "extra" else "above")
+    return Shape(obj.shape.ring, title, name, kind, is_named_inside=kind == "extra")

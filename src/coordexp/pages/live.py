@@ -1,93 +1,68 @@
 """Serving the pages of a run that is still going on: to this machine only, and read-only.
 
-A page is made when it is requested, if the run has written more since the last time. `/changed` tells a page that
-is open whether there is more to see.
+A page is made when it is requested. A page that is open asks for `/stamp`, which differs from its own if there is
+more to see.
 """
 
 import contextlib
-import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-from coordexp.dumps import step_files
 from coordexp.errors import DataError
 from coordexp.pages.comparison import reason_not_to_compare
 from coordexp.pages.document import render_page
 from coordexp.pages.report import find_examples, render_report
 from coordexp.pages.rollouts import dump_folders, make_inspector_page
-from coordexp.pages.run_folder import METRICS, REPORT, group_runs, read_logged_run, read_run
+from coordexp.pages.run_folder import REPORT, group_runs, read_logged_run, read_run
 
 HOST = "127.0.0.1"
-GROWING_FILES = 100  # the latest dump files, which may still grow: an example can wait some steps for its row
+GROWING_FILES = 100  # the latest of a folder, which may still grow: an example can wait some steps
 
 
-def make_live_pages(folder: Path, samples: int) -> "LivePages":
-    """Return the inspector at `/` and the report at `/report`. They link to each other."""
-
-    def make_inspector(stamp: str) -> str:
-        return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
-
-    def make_report(_stamp: str) -> str:
-        groups = group_runs([read_logged_run(folder)])
-        examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
-        return render_report(groups, reason_not_to_compare(groups) or "", examples)
-
-    return LivePages(folder, {"/": make_inspector, "/report": make_report})
+def make_inspector(folder: Path, samples: int) -> str:
+    stamp = compute_dump_stamp(folder)
+    return make_inspector_page(read_run(folder), samples, stamp=stamp, report="report").html
 
 
-class LivePages:
-    """The pages by their addresses, with functions that make them from the stamp of the dumps. One is made at a
-    time: a second reader gets the page that the first waited for."""
-
-    def __init__(self, folder: Path, makers: Mapping[str, Callable[[str], str]]) -> None:
-        self.folder = folder
-        self.makers = makers
-        self._cache: dict[str, tuple[str, str]] = {}  # stamp and page
-        self._lock = threading.Lock()
-
-    def get(self, address: str) -> str:
-        with self._lock:
-            dump_stamp = compute_dump_stamp(self.folder)
-            stamp = f"{dump_stamp} {_compute_stamp([self.folder / METRICS])}"
-            cached_stamp, page = self._cache.get(address, ("", ""))
-            if cached_stamp != stamp:
-                try:
-                    page = self.makers[address](dump_stamp)
-                except (DataError, OSError) as error:  # the run has just begun, or is writing a file
-                    others = [other for other in self.makers if other != address]
-                    return render_page("waiting.html", title="coordexp", reason=str(error), others=others)
-                self._cache[address] = stamp, page
-            return page
-
-    def check_changed(self, since: str) -> dict[str, Any]:
-        """Return whether there are other examples than at the stamp `since`, and the last dumped step."""
-        return {"changed": compute_dump_stamp(self.folder) != since, "step": last_dumped_step(self.folder)}
+def make_report(folder: Path) -> str:
+    groups = group_runs([read_logged_run(folder)])
+    examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
+    return render_report(groups, reason_not_to_compare(groups) or "", examples)
 
 
-def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
-    """Return a server that is bound to the port; 0 takes a free one. Raise OSError if the port is in use."""
+def listen(folder: Path, samples: int, port: int) -> ThreadingHTTPServer:
+    """Return a server that is bound to the port; 0 takes a free one. The inspector is at `/` and the report at
+    `/report`. They link to each other. Raise OSError if the port is in use."""
+    pages = {"/": partial(make_inspector, folder, samples), "/report": partial(make_report, folder)}
+    lock = threading.Lock()  # one page is made at a time
+
+    def make_page(address: str) -> str:
+        try:
+            with lock:
+                return pages[address]()
+        except (DataError, OSError) as error:  # the run has just begun, or is writing a file
+            others = [other for other in pages if other != address]
+            return render_page("waiting.html", title="coordexp", reason=str(error), others=others)
 
     class PageHandler(BaseHTTPRequestHandler):
         server_version, sys_version = "coordexp", ""
         timeout = 30  # seconds for a client that sends nothing
 
         def do_GET(self) -> None:
-            address = urlsplit(self.path)
+            address = urlsplit(self.path).path
             if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
                 # Another site could point its own name at this address. The port may be another one, forwarded.
                 self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
-            elif address.path == "/changed":
-                since = parse_qs(address.query).get("since", [""])[0]
-                self._send("application/json", json.dumps(pages.check_changed(since)))
-            elif address.path in pages.makers:
-                self._send("text/html; charset=utf-8", pages.get(address.path))
+            elif address == "/stamp":
+                self._send("text/plain; charset=utf-8", compute_dump_stamp(folder))
+            elif address in pages:
+                self._send("text/html; charset=utf-8", make_page(address))
             else:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -110,27 +85,11 @@ def listen(pages: LivePages, port: int) -> ThreadingHTTPServer:
     return server
 
 
-def last_dumped_step(run: Path) -> int:
-    """Return the last dumped step, as the log counts; 0 without any."""
-    return max((max(step_files(folder), default=-1) for folder in dump_folders(run)), default=-1) + 1
-
-
 def compute_dump_stamp(run: Path) -> str:
-    """Return a text that changes when a run dumps more: the number of files, and the stamp of those that grow."""
+    """Return a text that changes when a run dumps more: how many files there are, and how large the last ones are.
+    Those of traces come last, and they grow for some steps more than the others."""
     parts = []
     for folder in dump_folders(run):
         names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
-        for kind in ("step-", "trained-"):
-            files = [name for name in names if name.startswith(kind)]
-            parts.append(f"{len(files)}-{_compute_stamp(folder / name for name in files[-GROWING_FILES:])}")
+        parts.append(f"{len(names)}-{sum((folder / name).stat().st_size for name in names[-GROWING_FILES:])}")
     return " ".join(parts)
-
-
-def _compute_stamp(files: Iterable[Path]) -> str:
-    """Return a text that changes when a file is added or grows. A file that disappears meanwhile is ignored."""
-    stats = []
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            stats.append(file.stat())
-    modified = max((stat.st_mtime_ns for stat in stats), default=0)
-    return f"{len(stats)}-{modified}-{sum(stat.st_size for stat in stats)}"

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from coordexp.data import AnyRecord, ChatRecord, Record, parse_any_record
+from coordexp.data import AnyRecord, ChatRecord, Record
 from coordexp.data.addresses import join_address
-from coordexp.data.doctor import KINDS, Problem, check_record, look_at_image
+from coordexp.data.doctor import KINDS, Problem, check_lines
 from coordexp.data.images import read_image_facts
 from coordexp.data.records import open_records
 from coordexp.pages.cards import (
     Card,
+    Drawing,
     Shape,
     choose_hue,
     describe_request,
-    draw,
     make_thumbnail,
     number_classes,
     ring_of,
@@ -40,31 +40,20 @@ def view_records(
 ) -> Iterator[ViewedRecord]:
     """Yield at most `limit` records; the rest of the file is not read. Call `notify` with the number of each
     line."""
-    count = 0
+    count, look = 0, partial(read_image_facts, decode=True)
     with open_records(path) as file:
-        for number, line in enumerate(file, start=1):
+        for line in check_lines(file, path.parent, look):
             if notify is not None:
-                notify(number)
-            if not line.strip():
-                continue
-            viewed = _view(path, number, line)
-            if viewed.problems or not problems_only:
-                yield viewed
+                notify(line.number)
+            record, problems = line.record, line.problems
+            if problems or not problems_only:
+                thumbnail = None
+                if line.image is not None and record is not None and record.image is not None:
+                    thumbnail = make_thumbnail(join_address(path.parent, record.image))
+                yield ViewedRecord(line.number, record, problems, thumbnail)
                 count += 1
             if count == limit:
                 return
-
-
-def _view(path: Path, number: int, line: bytes) -> ViewedRecord:
-    try:
-        record = parse_any_record(line)
-    except (ValueError, RecursionError) as error:
-        return ViewedRecord(number, None, (Problem("broken-line", str(error)),), None)
-    facts, of_image = look_at_image(path.parent, record, partial(read_image_facts, decode=True))
-    thumbnail = None
-    if facts is not None and record.image is not None:
-        thumbnail = make_thumbnail(join_address(path.parent, record.image))
-    return ViewedRecord(number, record, (*of_image, *check_record(record)), thumbnail)
 
 
 def render_records(viewed: Sequence[ViewedRecord], title: str, scope: str) -> str:
@@ -114,7 +103,9 @@ def _make_card(viewed: ViewedRecord, numbers: Mapping[str, int]) -> Card:
             "data-classes": " ".join(sorted({str(shape.data["data-class"]) for shape in shapes})),
             "data-problems": " ".join(codes),
         },
-        drawing=draw(record, viewed.image, shapes) if record is not None and record.image is not None else None,
+        drawing=Drawing(record.width, record.height, viewed.image, shapes)
+        if record is not None and record.image is not None
+        else None,
         facts=facts,
         problems=[(KINDS[problem.code].severity, problem.code, problem.detail) for problem in viewed.problems],
         objects=[(shape, shape.name, kind) for shape, kind in zip(shapes, kinds, strict=True)],
@@ -128,5 +119,7 @@ def _make_shapes(record: Record, numbers: Mapping[str, int]) -> list[Shape]:
         inverted = obj.kind == "bbox_2d" and (coords[2] < coords[0] or coords[3] < coords[1])
         style = "inverted" if inverted else ""
         data = {"data-class": number, "data-object": k}
-        shapes.append(Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, "top", data, choose_hue(number)))
+        shapes.append(
+            Shape(ring_of(obj.kind, coords), obj.desc, obj.desc, style, data=data, hue=choose_hue(number))
+        )
     return shapes

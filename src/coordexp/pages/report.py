@@ -15,12 +15,10 @@ from urllib.parse import quote
 
 from coordexp.dumps import FOLDER, step_files
 from coordexp.pages import charts
-from coordexp.pages.comparison import ComparisonResult, GroupComparison, RateDifference, describe_interval
+from coordexp.pages.comparison import ComparisonResult, GroupComparison
 from coordexp.pages.curves import (
     BETWEEN,
     PHASES,
-    SMOOTH_FROM,
-    Curve,
     Series,
     StepRanges,
     build_curve,
@@ -29,15 +27,12 @@ from coordexp.pages.curves import (
     total_by_phase,
 )
 from coordexp.pages.document import render_page
-from coordexp.pages.report_notes import make_notes, make_tiles
-from coordexp.pages.report_servers import ServerSummary, describe_steps, read_servers
+from coordexp.pages.report_notes import make_notes
+from coordexp.pages.report_servers import ServerSummary, read_servers
 from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
-MAX_TITLE = 90  # letters
 MAX_STEPS = 12  # with dumped examples, linked for each run
-MAX_SETTINGS = 6  # in which groups differ, listed with each group; the table of settings has all of them
 INTERVAL_WIDTH, INTERVAL_MARGIN = 300, 8  # of the drawing of an interval
-Curves = list[tuple[str, Curve]]  # with the letter of the group
 
 
 @dataclass(frozen=True)
@@ -102,33 +97,33 @@ ANSWERS = (
 class RunExamples:
     """The dumped examples of a run. `steps` count as the log does: the file of the weights after 99 updates is
     that of step 100. `page` is the address of the inspector's page relative to the report; None if there is
-    none."""
+    none, and `command` makes it."""
 
-    name: str
     folder: Path
-    letter: str
     steps: tuple[int, ...]
     page: str | None
+
+    @property
+    def command(self) -> str:
+        return f"coordexp inspect {shlex.quote(str(self.folder))}"
+
+    @property
+    def linked_steps(self) -> tuple[int, ...]:
+        return self.steps[:: 1 + len(self.steps) // MAX_STEPS]
 
 
 def find_examples(groups: Sequence[RunGroup], report: Path) -> list[RunExamples]:
     """Return the runs that have dumped examples or an inspector's page. `report` is the file to link from."""
     examples = []
-    for group in groups:
-        for run in group.runs:
-            folder = run.folder
-            steps = tuple(step + 1 for step in step_files(folder / FOLDER))
-            page = folder / INSPECTOR
-            if steps or page.is_file():
-                relative = Path(os.path.relpath(page.resolve(), report.resolve().parent)).as_posix()
-                address = quote(relative) if page.is_file() else None
-                examples.append(RunExamples(run.name, folder, group.letter, steps, address))
+    for folder in (run.folder for group in groups for run in group.runs):
+        steps = tuple(step + 1 for step in step_files(folder / FOLDER))
+        page = folder / INSPECTOR
+        if page.is_file():
+            relative = Path(os.path.relpath(page.resolve(), report.resolve().parent))
+            examples.append(RunExamples(folder, steps, quote(relative.as_posix())))
+        elif steps:
+            examples.append(RunExamples(folder, steps, None))
     return examples
-
-
-def inspect_command(runs: Sequence[RunExamples]) -> str:
-    """Return the shell command that makes the inspector's page of a run."""
-    return f"coordexp inspect {shlex.quote(str(runs[0].folder)) if len(runs) == 1 else 'RUN'}"
 
 
 def render_report(
@@ -136,35 +131,30 @@ def render_report(
 ) -> str:
     """`result` is the comparison, or the reason why there is none."""
     runs = [run for group in groups for run in group.runs]
-    ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs], len(groups))
-    sections = [
-        ("loss", "Loss", _draw(list_loss_plots(groups), groups, ranges)),
-        ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
-        ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
-    ]
+    ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs])
     differences = find_differences(groups) if len(groups) > 1 else {}
-    servers = {run.folder: found for run in runs if (found := read_servers(run.folder)) is not None}
-    described = [_describe_group(group, k, differences, servers) for k, group in enumerate(groups)]
-    missing = [run for run in examples if run.steps and not run.page]
-    name = _join_names([group.name for group in groups])
+    servers = {run.folder: summary for run in runs if (summary := read_servers(run.folder)) is not None}
+    described = [_describe_group(group, servers) for group in groups]
+    name = format_value(" and ".join(group.name for group in groups))
+    seeds = ", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
     return render_page(
         "report.html",
         title=f"Run report: {name}",
         name=name,
         runs=len(runs),
         groups=described,
-        seeds=", ".join(f"{group.letter} {len(group.runs)}" for group in groups)
-        if len(runs) > len(groups)
-        else "",
+        seeds=seeds if len(runs) > len(groups) else "",
         ranges=ranges,
-        smooth_from=SMOOTH_FROM,
-        pages=_link_examples(examples),
-        missing=missing,
-        command=inspect_command(missing) if missing else "",
-        folders=shlex.join(str(run.folder) for run in missing),
-        comparison=_lay_out_comparison(result) if isinstance(result, ComparisonResult) else None,
+        examples=examples,
+        result=None if isinstance(result, str) else result,
+        tables=[] if isinstance(result, str) else [_lay_out_table(one, result) for one in result.comparisons],
+        titles={name: title for name, (title, _) in EVALUATED.items()},
         reason=result if isinstance(result, str) and len(groups) > 1 else "",
-        sections=sections,
+        sections=[
+            ("loss", "Loss", _draw(list_loss_plots(groups), groups, ranges)),
+            ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
+            ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
+        ],
         phases=_list_phases(described),
         servers=[
             (group.letter, run, servers[run.folder])
@@ -172,7 +162,6 @@ def render_report(
             for run in group.runs
             if run.folder in servers
         ],
-        describe_steps=describe_steps,
         differences={path: [format_value(value) for value in row] for path, row in differences.items()},
     )
 
@@ -197,19 +186,20 @@ def list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
     return [*plots, Plot("time/step", "seconds per step", "from the first rollout to the update")]
 
 
-def _describe_group(
-    group: RunGroup, number: int, differences: Mapping[str, Sequence[Any]], servers: Mapping[Path, ServerSummary]
-) -> dict[str, Any]:
-    """Return what the page shows of a group: its headline numbers, notes, settings that differ, and its times."""
-    count = len(group.runs)
+def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> dict[str, Any]:
+    """Return what the page shows of a group: how far it got, notes and times."""
+    count, planned = len(group.runs), group.runs[0].planned_steps
+    last = [run.last_step for run in group.runs]
+    reached = f"{min(last):,}" if min(last) == max(last) else f"{min(last):,} to {max(last):,}"
+    words = f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}"
+    words += f", step {reached}{f' of {planned:,}' if planned else ''}"
+    if seconds := [wall for run in group.runs if (wall := run.series("seconds").last) is not None]:
+        words += f", {'up to ' if count > 1 else ''}{max(seconds):,.0f} s"
     return {
         "letter": group.letter,
         "name": group.name,
-        "mark": charts.mark_path(group.letter, 17, 6, 3.4),
-        "words": f"{group.runs[0].variant}, {f'{count} runs, seeds' if count > 1 else 'seed'} {group.seeds}",
-        "settings": [(path, format_value(row[number])) for path, row in list(differences.items())[:MAX_SETTINGS]],
-        "more": max(0, len(differences) - MAX_SETTINGS),
-        "tiles": make_tiles(group),
+        "mark": charts.MARKS[group.letter],
+        "words": words,
         "notes": make_notes(group, servers),
         "times": _measure_times(group),
     }
@@ -232,34 +222,13 @@ def _list_phases(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {name: meaning for name, meaning in (PHASES | {"between": BETWEEN}).items() if name in used}
 
 
-def _link_examples(examples: Sequence[RunExamples]) -> list[tuple[str, str, Sequence[int]]]:
-    """Return the address, the name and some dumped steps of each run that has an inspector's page. A run whose
-    name is not its own is named by its folder."""
-    linked = [run for run in examples if run.page]
-    names = [run.name for run in linked]
-    return [
-        (
-            run.page,
-            run.name if names.count(run.name) == 1 else str(run.folder),
-            run.steps[:: 1 + len(run.steps) // MAX_STEPS],
-        )
-        for run in linked
-        if run.page
-    ]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    title = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-    return title if len(title) <= MAX_TITLE else f"{names[0]} and {len(names) - 1} others"
-
-
 def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges) -> dict[str, Any]:
     """Return the figures of the plots that have values, each with the last values of its lines, and the titles of
     the plots that are 0 throughout: such a chart says no more than a word."""
     figures, zero = [], []
     for plot in plots:
         curves = [(group.letter, build_curve([plot.read(run) for run in group.runs], ranges)) for group in groups]
-        known: Curves = [(letter, curve) for letter, curve in curves if curve is not None]
+        known = [(letter, curve) for letter, curve in curves if curve is not None]
         if known and all(curve.is_zero for _, curve in known):
             zero.append(plot.title)
         elif known:
@@ -270,51 +239,30 @@ def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges)
     return {"figures": figures, "zero": zero}
 
 
-def _lay_out_comparison(result: ComparisonResult) -> dict[str, Any]:
-    has_seeds = any(comparison.has_seed_intervals for comparison in result.comparisons)
-    tables = [_lay_out_table(comparison, result) for comparison in result.comparisons]
-    return {"result": result, "has_seeds": has_seeds, "tables": tables}
-
-
 def _lay_out_table(comparison: GroupComparison, result: ComparisonResult) -> dict[str, Any]:
-    """Return the rows of a comparison with the places of their intervals, and the rates that are 0 in both."""
+    """Return the rows of a comparison by what is better, the scale of the drawing of their intervals, and the
+    names of the rates that are 0 in both."""
     rows = comparison.rows
     ends = [end for row in rows for pair in (row.image_interval, row.seed_interval) if pair for end in pair]
     reach = 1.05 * (max((abs(end) for end in ends), default=0.01) or 0.01)
     scale = charts.Scale(-reach, reach, INTERVAL_MARGIN, INTERVAL_WIDTH - INTERVAL_MARGIN)
-    quality = [row for row in rows if "_50" in row.name]  # F1, recall and precision at IoU 0.5
-    behaviour = [row for row in rows if row not in quality and (row.base or row.other)]
-    seeds = comparison.has_seed_intervals
+    parts = {
+        "Quality, higher is better": [row for row in rows if row.is_quality],
+        "Behaviour, lower is better": [row for row in rows if not row.is_quality and (row.base or row.other)],
+    }
     return {
         "groups": [
             (group.letter, group.name, _describe_evaluated(result.steps[group.letter]))
             for group in (comparison.base, comparison.other)
         ],
-        "seeds": seeds,
+        "seeds": comparison.has_seed_intervals,
         "ticks": [
             (min(max(scale.at(value), 16), INTERVAL_WIDTH - 16), "0" if value == 0 else f"{value:+g}")
             for value in charts.choose_ticks(scale.low, scale.high, 4)
         ],
-        "zero": scale.at(0),
-        "quality": [_lay_out_row(row, scale, True, seeds) for row in quality],
-        "behaviour": [_lay_out_row(row, scale, False, seeds) for row in behaviour],
-        "never": [EVALUATED[row.name][0] for row in rows if row not in quality and row not in behaviour],
-        "average": comparison.average_precision,
-    }
-
-
-def _lay_out_row(row: RateDifference, scale: charts.Scale, higher_is_better: bool, seeds: bool) -> dict[str, Any]:
-    intervals = [row.image_interval, *([row.seed_interval] if seeds else [])]
-    same_sign = "-" if row.same_sign is None else f"{100 * row.same_sign:.1f} %"
-    return {
-        "title": EVALUATED[row.name][0],
-        "style": "" if not row.is_clear else "better" if (row.value > 0) == higher_is_better else "worse",
-        "base": row.base,
-        "other": row.other,
-        "images": row.image_interval and [scale.at(end) for end in row.image_interval],
-        "over_seeds": row.seed_interval and [scale.at(end) for end in row.seed_interval],
-        "value": scale.at(row.value),
-        "cells": [*map(describe_interval, intervals), same_sign],
+        "scale": scale,
+        "parts": parts,
+        "never": [EVALUATED[row.name][0] for row in rows if not (row.is_quality or row.base or row.other)],
     }
 
 

@@ -1,16 +1,15 @@
-"""The first look at a group of runs: headline numbers, and notes on what deserves attention.
+"""Notes on what deserves attention in a group of runs.
 
 A rule for notes yields sentences, none if there is nothing to report. The thresholds of all rules are listed
 below.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coordexp.pages.charts import format_duration, format_number
 from coordexp.pages.curves import Steps, share_of_step
 from coordexp.pages.report_servers import ServerSummary, note_servers_out
 from coordexp.pages.run_folder import Run, RunGroup
@@ -34,41 +33,6 @@ EVALUATION_RATES = (
     ("eval_invalid", MAX_BAD_SHARE, "objects were invalid"),
     ("eval_duplicates", MAX_REPEATS, "valid objects were duplicates"),
 )
-TILES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("seconds", "wall time", format_duration),
-    ("loss", "last loss", format_number),
-    ("eval_f1_50", "F1", "{:.3f}".format),
-    ("eval_recall_50", "recall", "{:.3f}".format),
-    ("eval_precision_50", "precision", "{:.3f}".format),
-    ("eval_ap", "AP", "{:.3f}".format),
-)
-Tile = tuple[str, str, str]  # a headline number, its name, and a smaller remark
-
-
-def make_tiles(group: RunGroup) -> list[Tile]:
-    """Return means over the runs, each with the lowest and the highest. Numbers that no run has are left out."""
-    tiles = [_step_tile(group)]
-    for metric, name, show in TILES:
-        tiles += _mean_tile(name, [run.series(metric).last for run in group.runs], show)
-    for phase, name in (("rollout", "of step time in rollouts"), ("waited", "of step time waiting")):
-        shares = [share_of_step(run.log, phase) for run in group.runs]
-        tiles += _mean_tile(name, [share or None for share in shares], lambda share: f"{100 * share:.0f} %")
-    return tiles
-
-
-def _step_tile(group: RunGroup) -> Tile:
-    last = [int(steps[-1]) if len(steps := run.series("loss").steps) else 0 for run in group.runs]
-    planned = group.runs[0].planned_steps
-    value = f"{min(last):,}" if len(set(last)) == 1 else f"{min(last):,} to {max(last):,}"
-    return value, f"of {planned:,} steps" if planned else "steps", ""
-
-
-def _mean_tile(name: str, values: Iterable[float | None], show: Callable[[float], str]) -> list[Tile]:
-    known = [value for value in values if value is not None]
-    if not known:
-        return []
-    low, high = show(min(known)), show(max(known))
-    return [(show(sum(known) / len(known)), name, f"{low} to {high}" if low != high else "")]
 
 
 def make_notes(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> list[str]:
@@ -87,10 +51,10 @@ def make_notes(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> list[s
 def note_unfinished(run: Run) -> Iterator[str]:
     """Report a run that is not complete. Training logs its runtime even if it is interrupted, so the last planned
     step must have been reached too. A run that is limited by epochs does not say how many steps they are."""
-    ends, last, planned = run.series("train_runtime").steps, run.last_step, run.planned_steps
+    end, last, planned = run.series("train_runtime").last_step, run.last_step, run.planned_steps
     if not len(run.series("loss")):
         yield "no step was logged"
-    elif not (len(ends) and ends[-1] == last and last >= planned):
+    elif not (end == last and last >= planned):
         where = f"step {last}" + (f" of {planned}" if planned else "")
         if planned and last >= planned:
             yield f"was interrupted after its last step, or is still evaluating or saving: {where}"
@@ -99,15 +63,14 @@ def note_unfinished(run: Run) -> Iterator[str]:
 
 
 def note_broken_numbers(run: Run) -> Iterator[str]:
-    for name, title in (
-        ("loss", "loss was"),
-        ("grad_norm", "gradient norm was"),
-        ("broken_logits", "logits were"),
-    ):
-        series = run.series(name)
-        steps = series.steps[series.values > 0] if name == "broken_logits" else series.invalid_steps
+    broken = {
+        "loss was": run.series("loss").invalid_steps,
+        "gradient norm was": run.series("grad_norm").invalid_steps,
+        "logits were": run.series("broken_logits").steps[run.series("broken_logits").values > 0],
+    }
+    for subject, steps in broken.items():
         if len(steps):
-            yield f"{title} NaN or infinite in {_describe_lines(steps)}"
+            yield f"{subject} NaN or infinite in {_describe_lines(steps)}"
 
 
 def note_gradient_spikes(run: Run) -> Iterator[str]:
@@ -167,7 +130,7 @@ RUN_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
 
 
 def note_different_ends(group: RunGroup) -> Iterator[str]:
-    ends = [int(steps[-1]) for run in group.runs if len(steps := run.series("loss").steps)]
+    ends = [step for run in group.runs if (step := run.series("loss").last_step)]
     if len(set(ends)) > 1:
         yield (
             f"the runs end at different steps ({', '.join(map(str, ends))}): after step {min(ends)} a line is the "
@@ -189,7 +152,7 @@ def note_different_code(group: RunGroup) -> Iterator[str]:
             yield f"the runs were made by {count} different {words}"
 
 
-def _describe_lines(steps: Steps | Sequence[int]) -> str:
+def _describe_lines(steps: Steps) -> str:
     first = ", ".join(str(step) for step in steps[:3]) + (", ..." if len(steps) > 3 else "")
     plural = "s" if len(steps) > 1 else ""
     return f"{len(steps)} line{plural} (step{plural} {first})"

@@ -6,47 +6,17 @@ server was out in a step if it did not get the weights of that step, or if a cal
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import StringConstraints, TypeAdapter
-
+from coordexp.errors import explain
 from coordexp.files import read_json_lines
-from coordexp.pages.run_folder import Count, RunFileModel, validate
+from coordexp.pages.curves import NOT_WRITTEN_BY_A_RUN
 
-MAX_STRETCHES = 3  # of steps in which a server was out, in one list
+MALFORMED = (KeyError, TypeError, AttributeError, IndexError)  # what an event of another form raises
 MAX_SERVERS = 3  # that a note names one by one
-
-
-class ServerAddress(RunFileModel):
-    base_url: str
-
-
-class SyncEvent(RunFileModel):
-    """A weight sync. `failed` has the reason by the number of the server."""
-
-    version: Count | None = None
-    servers: list[ServerAddress]
-    synced: list[Count]
-    failed: dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")], str]
-
-
-class ServerCall(RunFileModel):
-    server: Count
-    base_url: str
-    count: Count
-    lost: Any = False
-
-
-class RolloutEvent(RunFileModel):
-    """A round of calls that together answered the requests of a step."""
-
-    version: Count | None = None
-    calls: list[ServerCall]
-
-
-SYNC, ROLLOUT = TypeAdapter(SyncEvent), TypeAdapter(RolloutEvent)
 
 
 @dataclass
@@ -64,72 +34,63 @@ class ServerTotals:
 
 @dataclass(frozen=True)
 class ServerSummary:
-    """The servers by their numbers, the reasons of failed syncs with their counts, and the steps whose weights
-    were sent, in order."""
+    """The servers by their numbers, and the reasons of failed syncs with their counts."""
 
     servers: dict[int, ServerTotals]
     failures: Counter[str]
-    steps: list[int]
+
+    def describe_out(self, server: int, last: int) -> str:
+        """Return the steps in which a server was out, or "" if there are none. `last` is the last step of the run:
+        the evaluation behind it sends weights too."""
+        steps = sorted({min(step, last) for step in self.servers[server].out})
+        if len(steps) > 1:
+            return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+        return f"step {steps[0]}" if steps else ""
 
 
 def read_servers(folder: Path) -> ServerSummary | None:
     """Return the summary over all ranks of the learner, or None if the run used no servers. Raise DataError if a
     file holds something that no run writes."""
-    files = sorted(folder.glob("servers*.jsonl"))
-    lines = [(f"{file}, line {k}", event) for file in files for k, event in enumerate(read_json_lines(file), 1)]
-    if not lines:
-        return None
-    syncs = [validate(SYNC, event, where) for where, event in lines if event.get("event") == "sync"]
-    rounds = [validate(ROLLOUT, event, where) for where, event in lines if event.get("event") == "rollouts"]
+    events = [event for file in sorted(folder.glob("servers*.jsonl")) for event in read_json_lines(file)]
+    with explain(MALFORMED, f"{folder / 'servers.jsonl'} has an event without its parts", NOT_WRITTEN_BY_A_RUN):
+        return _summarise(events) if events else None
+
+
+def _summarise(events: Sequence[Mapping[str, Any]]) -> ServerSummary:
     servers: dict[int, ServerTotals] = {}
     failures: Counter[str] = Counter()
-    synced: defaultdict[int, set[int]] = defaultdict(
-        set
-    )  # the weights of a step may be sent again, to other servers
+    synced: defaultdict[int, set[int]] = defaultdict(set)  # by step; weights may be sent again
+    syncs = [event for event in events if event.get("event") == "sync"]
     for sync in syncs:
-        for k, server in enumerate(sync.servers):
-            totals = servers.setdefault(k, ServerTotals(server.base_url))
-            totals.synced += k in sync.synced
-            totals.failed += str(k) in sync.failed
-        failures.update((reason.splitlines() or ["no reason was given"])[0] for reason in sync.failed.values())
-        if sync.version is not None:
-            synced[sync.version + 1].update(sync.synced)
+        for k, server in enumerate(sync["servers"]):
+            totals = servers.setdefault(k, ServerTotals(str(server["base_url"])))
+            totals.synced += k in sync["synced"]
+            totals.failed += str(k) in sync["failed"]
+        failures.update((reason.splitlines() or ["no reason was given"])[0] for reason in sync["failed"].values())
+        if sync.get("version") is not None:
+            synced[sync["version"] + 1].update(sync["synced"])
     for sync in syncs:
-        for k in range(len(sync.servers)):
-            if sync.version is not None and k not in synced[sync.version + 1]:
-                servers[k].out.add(sync.version + 1)
-    for event in rounds:
-        for call in event.calls:
-            totals = servers.setdefault(call.server, ServerTotals(call.base_url))
-            totals.lost += bool(call.lost)
-            totals.calls += not call.lost
-            totals.answers += 0 if call.lost else call.count
-            if call.lost and event.version is not None and event.version + 1 in synced:
-                totals.out.add(event.version + 1)
-    return ServerSummary(dict(sorted(servers.items())), failures, sorted(synced))
+        if sync.get("version") is not None:
+            for k in set(range(len(sync["servers"]))) - synced[sync["version"] + 1]:
+                servers[k].out.add(sync["version"] + 1)
+    for event in events:
+        for call in event["calls"] if event.get("event") == "rollouts" else ():
+            totals = servers.setdefault(call["server"], ServerTotals(str(call["base_url"])))
+            if not call.get("lost"):
+                totals.calls += 1
+                totals.answers += call["count"]
+                continue
+            totals.lost += 1
+            if event.get("version") is not None and event["version"] + 1 in synced:
+                totals.out.add(event["version"] + 1)
+    return ServerSummary(dict(sorted(servers.items())), failures)
 
 
 def note_servers_out(summary: ServerSummary, last: int) -> list[str]:
-    """Report the servers that were out in some steps. `last` is the last step of the run: the evaluation behind it
-    sends weights too."""
-    out = {k: describe_steps(server.out, summary, last) for k, server in summary.servers.items() if server.out}
+    """Report the servers that were out in some steps. `last` is the last step of the run."""
+    out = {k: summary.describe_out(k, last) for k, server in summary.servers.items() if server.out}
     if len(out) <= MAX_SERVERS:
         return [f"server {k} was out in {steps}" for k, steps in out.items()]
     longest = max(out, key=lambda k: len(summary.servers[k].out))
     count = f"{len(out)} of {len(summary.servers)} servers were out in some steps"
     return [f"{count}; server {longest} in most: {out[longest]}"]
-
-
-def describe_steps(steps: set[int], summary: ServerSummary, last: int) -> str:
-    """Return the steps as stretches without a gap: steps between which no weights were sent have none."""
-    stretches: list[list[int]] = [[]]
-    for step in summary.steps:
-        if step in steps:
-            stretches[-1].append(min(step, last))
-        elif stretches[-1]:
-            stretches.append([])
-    stretches = [stretch for stretch in stretches if stretch]
-    words = [f"{s[0]} to {s[-1]}" if s[0] < s[-1] else f"{s[0]}" for s in stretches[:MAX_STRETCHES]]
-    if len(stretches) > MAX_STRETCHES:
-        words.append(f"and {len(stretches) - MAX_STRETCHES} more times")
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(words)}"

@@ -7,10 +7,11 @@ answer is the cut, and behind it stands the rest of the rebuilt answer.
 
 A rebuilt answer is a new sequence of objects, its items. An owner is the number by which the page links tokens,
 shapes and rows: the index of a predicted object, -2 - j of the true object j, and behind the true objects those
-that were added because several answers agree on them.
+that were added because several answers agree on them. A true object that was matched has the owner of its
+prediction.
 """
 
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,10 @@ from coordexp.answers.table import VocabularyTable
 
 CUT, MASKED_DESC = 7, 8  # roles that only the page has, numbered after those of `Role`
 NOBODY = -1
+SHOWN_SETTINGS = ("mode", "temperature", "top_p", "top_k", "num_beams", "max_new_tokens")  # of decoding
 MAX_TEXT = 4000  # characters of an answer that was not chosen
+MAX_NAME = 40  # characters of the name of another object
+MAX_LINE = 240  # tokens of a line; what belongs to no object can be longer
 REASONS = {
     Reason.truncated: "the answer ends inside it",
     Reason.syntax: "not JSON here: it is cut off, and so is everything after it",
@@ -43,6 +47,7 @@ REASONS = {
     Reason.stray_coord: "has a coordinate token outside its geometry",
     Reason.ambiguous: "a coordinate is spelled in ordinary tokens, so there is no single token to train",
 }
+LABELS = {"missed": "missed, added", "agreed": "agreed, added", "removed": "extra, removed"}
 ENDED = {
     "stop": "by the model itself",
     "length": "at the token limit",
@@ -98,25 +103,19 @@ class DumpedAnswer:
 
 
 def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the entry of the index: counts, and the values that samples are filtered and ordered by."""
+    """Return the entry of the index: what samples are filtered and ordered by, and what other steps show."""
     answer = DumpedAnswer(dump)
-    place, result = dump["place"], answer.result
-    changes = Counter(answer.changes.values())
-    renamed = sum(answer.objects[k]["desc"] != answer.truth[j]["desc"] for k, (j, _) in answer.pairs.items())
     return {
-        "step": place["step"] + 1,
-        "record": place["record"],
+        "step": dump["place"]["step"] + 1,
+        "record": dump["place"]["record"],
         "true": len(answer.truth),
-        "matched": len(result["pairs"]),
-        "renamed": renamed,
-        "missed": len(result["missed"]),
-        "extra": len(result["extra"]),
+        "matched": len(answer.pairs),
+        "renamed": sum(answer.objects[k]["desc"] != answer.truth[j]["desc"] for k, (j, _) in answer.pairs.items()),
+        "missed": len(answer.result["missed"]),
+        "extra": len(answer.result["extra"]),
         "invalid": answer.unused,
-        "truncated": bool(dump["rollout"]["finish_reason"] == "length" or result["truncated"]),
-        "fallback": result["fallback"],
+        "truncated": bool(dump["rollout"]["finish_reason"] == "length" or answer.result["truncated"]),
         "loss": trained["loss"] if trained else None,
-        **{word: changes[word] for word in ("duplicate", "removed", "moved")},
-        "agreed": len(answer.agreed_numbers),
     }
 
 
@@ -125,19 +124,17 @@ def show_sample(
 ) -> dict[str, Any]:
     """Return the JSON element of a sample."""
     answer = DumpedAnswer(dump)
-    result, settings, strip = answer.result, dump["settings"], Strip(answer)
-    tokens = strip.tokens(table, desc_is_masked=desc_is_masked)
+    result, settings, strip = answer.result, dump["settings"], Strip(answer, table)
+    tokens = strip.tokens(desc_is_masked=desc_is_masked)
     taught = {owner for owner, target in zip(tokens["owner"], tokens["target"], strict=True) if target is not None}
-    replaces_desc = settings["correction"]["supervise"] == "matched_with_desc"
+    objects = [*_show_predicted(answer, taught), *_show_truth(answer), *_show_agreed(answer, table)]
     return {
         "width": dump["picture"]["width"],
         "height": dump["picture"]["height"],
         "facts": _list_facts(answer),
         "notes": _list_notes(answer),
-        "truth": _show_truth(answer),
-        "objects": _show_objects(answer, taught),
-        "agreed": _show_agreed(answer, table),
-        "rebuilt": {"own": answer.kept, "replaces_desc": replaces_desc} if answer.rebuilt else None,
+        "objects": objects,
+        "rebuilt": answer.rebuilt is not None,
         "choice": _show_choice(dump.get("choice")),
         "match": {
             "rows": answer.valid,
@@ -148,15 +145,17 @@ def show_sample(
         },
         "prompt_tokens": result["prompt_length"],
         "tokens": tokens,
+        "lines": strip.lines({obj["owner"]: obj["state"] for obj in reversed(objects)}),
         "unlikely": strip.unlikely(),
         "trained": _show_trace(trained, strip) if trained else None,
     }
 
 
 class Strip:
-    """The tokens of a dumped answer and of its target, in the order of the strip."""
+    """The tokens of a dumped answer and of its target, in the order of the strip. `owner` has the object that each
+    token belongs to, and `breaks` the indices at which lines begin."""
 
-    def __init__(self, answer: DumpedAnswer) -> None:
+    def __init__(self, answer: DumpedAnswer, table: VocabularyTable) -> None:
         self.answer = answer
         self.prompt: int = answer.result["prompt_length"]
         self.prefix = answer.kept
@@ -165,24 +164,47 @@ class Strip:
             name: values[self.prompt :] for name, values in answer.result["streams"].items()
         }
         self.cut = len(self.ids) - self.prefix
+        self.owner, self.breaks = self._find_owners(table)
 
     def of_target(self, position: int) -> int:
         """Return the index in the strip of a position in the target, counted from the answer's first token."""
         return position if position < self.prefix else position + self.cut
 
-    def tokens(self, table: VocabularyTable, *, desc_is_masked: bool) -> dict[str, Any]:
+    def tokens(self, *, desc_is_masked: bool) -> dict[str, Any]:
         targets = self._insert_cut(self.streams["coord_targets"], None)
         roles = self._insert_cut(self.streams["roles"], CUT)
         if desc_is_masked:
             roles = [MASKED_DESC if role == Role.tail_desc else role for role in roles]
-        owner, breaks = self._find_owners(table)
         return {
             "ids": [*self.ids, *self.streams["ids"][self.prefix :]],
             "roles": roles,
-            "owner": owner,
+            "owner": self.owner,
             "target": [value if value is None else round(value, 2) for value in targets],
-            "breaks": sorted(breaks),
         }
+
+    def lines(self, states: Mapping[int, str]) -> list[tuple[int, int, int, str]]:
+        """Return the lines of the strip: the first token, the end, the owner of the first object in it, and what
+        became of that object. The opening brace stays with the first object. `states` are by owner."""
+        ends = [0, *(index for index in self.breaks if index > 2), len(self.owner)]
+        parts = [(k, end) for start, end in itertools.pairwise(ends) for k in range(start, end, MAX_LINE)]
+        lines = []
+        for first, end in parts:
+            last = min(end, first + MAX_LINE)
+            at = next((k for k in range(first, last) if self.owner[k] != NOBODY), first)
+            owner = self.owner[at]
+            lines.append((first, last, owner, "" if owner == NOBODY else self._label(at, owner, states[owner])))
+        return lines
+
+    def _label(self, at: int, owner: int, state: str) -> str:
+        """Return what became of the object whose tokens in a line begin here. The end of an object that begins
+        before the first change has no label of its own."""
+        if self.answer.rebuilt is not None and self.prefix <= at < self.prefix + self.cut:
+            if at == self.prefix and self.owner[at - 1 : at] == [owner]:
+                return ""
+            if state in ("matched", "extra"):
+                return "moved below" if self.answer.changes.get(owner) == "moved" else "rewritten below"
+        iou = self.answer.pairs[owner][1] if owner in self.answer.pairs else None
+        return LABELS.get(state, state) + ("" if iou is None else f" {iou:.2f}")
 
     def unlikely(self) -> dict[int, int]:
         """Return, by index in the strip, the tokens that should be unlikely there."""
@@ -192,7 +214,7 @@ class Strip:
     def _insert_cut(self, values: Sequence[Any], filling: Any) -> list[Any]:
         return [*values[: self.prefix], *[filling] * self.cut, *values[self.prefix :]]
 
-    def _find_owners(self, table: VocabularyTable) -> tuple[list[int], set[int]]:
+    def _find_owners(self, table: VocabularyTable) -> tuple[list[int], list[int]]:
         """Return the object that each token belongs to, and the indices at which lines begin: at entries, at the
         cut and at the tail. A missed object j has the owner -2 - j."""
         owner = [NOBODY] * (self.cut + len(self.streams["ids"]))
@@ -206,7 +228,7 @@ class Strip:
                 owner[self.of_target(position)] = entry_owner
             if start >= self.prefix:
                 breaks.add(self.of_target(start))
-        return owner, {index for index in breaks if index < len(owner)}
+        return owner, sorted(index for index in breaks if index < len(owner))
 
     def _appended_ranges(self, table: VocabularyTable) -> Iterator[tuple[int, int, int]]:
         """Yield the range of tokens and the owner of each object of a target to which the missed ones were
@@ -228,35 +250,80 @@ class Strip:
             yield start, end, owner
 
 
-def _show_truth(answer: DumpedAnswer) -> list[dict[str, Any]]:
-    """Return the true objects. `by` is the index of the matched object in the answer, and `number` is the number
-    that a missed object got in a rebuilt answer."""
-    by = {j: k for k, (j, _) in answer.pairs.items()}
-    return [{**true, "by": by.get(j), "number": answer.number(-2 - j)} for j, true in enumerate(answer.truth)]
-
-
-def _show_objects(answer: DumpedAnswer, taught: set[int]) -> list[dict[str, Any]]:
-    """Return the objects of the answer. `of` is the index of the matched true object. For a rebuilt answer,
-    `change` says what was done, `number` is the new number, and `agreed` is True of an extra that is kept or
-    taught because other answers have it too. `taught` are the owners of supervised coordinates."""
-    removes_extras = answer.dump["settings"]["correction"]["extras"] == "remove"
-    objects = []
+def _show_predicted(answer: DumpedAnswer, taught: set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the answer. `taught` are the owners of supervised coordinates."""
     for k, obj in enumerate(answer.objects):
-        true, iou = answer.pairs.get(k, (None, None))
-        number = answer.number(k)
-        objects.append(
-            {
-                **{name: obj[name] for name in ("desc", "kind", "bins", "reason")},
-                "key": obj["key"] or "cut off",  # an object that is not read to its end has no key
-                "of": true,
-                "iou": None if iou is None else round(iou, 6),
-                "words": REASONS[Reason(obj["reason"])] if obj["reason"] else None,
-                "number": number,
-                "change": answer.changes.get(k),
-                "agreed": number is not None and true is None and (removes_extras or k in taught),
-            }
-        )
-    return objects
+        change, number, key = answer.changes.get(k), answer.number(k), obj["key"] or "cut off"
+        if obj["reason"]:
+            state, words, mark = "invalid", REASONS[Reason(obj["reason"])], ""
+        elif change == "duplicate":
+            state, words, mark = "duplicate", "repeats another object: removed", "duplicate"
+        elif change == "removed":
+            state, words, mark = "removed", "matches no true object: removed", "removed"
+        else:
+            state = "matched" if k in answer.pairs else "extra"
+            words = _describe_pair(answer, k) if k in answer.pairs else _describe_extra(answer, k, taught)
+            mark = f"{key.removeprefix('object_')} → {number}" if change == "moved" else ""
+            if change == "moved":
+                words += f", moved: {key} → object_{number}"
+            elif number is not None and key != f"object_{number}":
+                words += f", now object_{number}"
+        yield _show_object(obj, k, "Predicted", state, key, words, mark)
+
+
+def _describe_pair(answer: DumpedAnswer, k: int) -> str:
+    """Return which true object a predicted one was matched with, its name if it has another, and their overlap."""
+    true, iou = answer.pairs[k]
+    desc = answer.truth[true]["desc"]
+    words = f"true {true + 1}"
+    if desc != answer.objects[k]["desc"]:
+        replaces = answer.rebuilt and answer.dump["settings"]["correction"]["supervise"] == "matched_with_desc"
+        words += f", {'whose name replaces it:' if replaces else 'which is called'} {desc[:MAX_NAME]}"
+    return words if iou is None else f"{words}, IoU {iou:.2f}"
+
+
+def _describe_extra(answer: DumpedAnswer, k: int, taught: set[int]) -> str:
+    """Return what an extra is, and whether it is kept or taught because other answers have it too."""
+    removes_extras = answer.dump["settings"]["correction"]["extras"] == "remove"
+    is_agreed = answer.number(k) is not None and (removes_extras or k in taught)
+    return f"matches no true object{', but other answers have it' if is_agreed else ''}"
+
+
+def _show_truth(answer: DumpedAnswer) -> Iterator[dict[str, Any]]:
+    """Yield the true objects. A missed one has a number in a rebuilt answer."""
+    by = {j: k for k, (j, _) in answer.pairs.items()}
+    for j, true in enumerate(answer.truth):
+        number = answer.number(-2 - j)
+        if j in by:
+            owner, state, words = by[j], "true", f"by {answer.objects[by[j]]['key']}"
+        else:
+            words = "added to the target" if number is None else f"added as object_{number}"
+            owner, state = -2 - j, "missed"
+        mark = f"→ {number}" if state == "missed" and number is not None else ""
+        yield _show_object(true, owner, "True", state, f"true {j + 1}", words, mark)
+
+
+def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> Iterator[dict[str, Any]]:
+    """Yield the objects that were added because several answers agree on them, as they stand in the rebuilt
+    answer."""
+    numbers, streams = answer.agreed_numbers, answer.result["streams"]
+    objects = parse_rollout(streams["ids"][answer.result["prompt_length"] :], table).objects if numbers else ()
+    for n, number in enumerate(numbers):
+        added = objects[number - 1]
+        obj: dict[str, Any] = {"desc": added.desc, "kind": None, "bins": None}
+        if added.geometry is not None:
+            obj |= {"kind": added.geometry.kind, "bins": list(added.geometry.bins)}
+        owner, words = -2 - len(answer.truth) - n, f"several answers have it: added as object_{number}"
+        yield _show_object(obj, owner, "Agreed", "agreed", f"agreed {n + 1}", words, f"→ {number}")
+
+
+def _show_object(
+    obj: Mapping[str, Any], owner: int, group: str, state: str, key: str, words: str, mark: str
+) -> dict[str, Any]:
+    """Return an object as the list, the image and the details show it. `state` is what became of it, `words` say
+    it in the list, and `mark` stands behind its name in the image if a policy changed something."""
+    shape = {name: obj[name] for name in ("desc", "kind", "bins")}
+    return shape | {"owner": owner, "group": group, "state": state, "key": key, "words": words, "mark": mark}
 
 
 def _show_trace(trained: Mapping[str, Any], strip: Strip) -> dict[str, Any]:
@@ -277,7 +344,9 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
     rollout, place = dump["rollout"], dump["place"]
     facts = {
         "answered by": f"the weights after {place['step']:,} update{'' if place['step'] == 1 else 's'}",
-        "decoding": _describe_decoding(dump["decode"]),
+        "decoding": ", ".join(
+            f"{name} {dump['decode'][name]}" for name in SHOWN_SETTINGS if name in dump["decode"]
+        ),
         "chosen": _describe_choice(dump),
         "seed": str(dump["seed"]),
         "ended": str(ENDED.get(rollout["finish_reason"], rollout["finish_reason"])),
@@ -289,17 +358,6 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
     return [[name, value] for name, value in facts.items() if value]
 
 
-def _describe_decoding(decode: Mapping[str, Any]) -> str:
-    words = {
-        "sampling": f"sampled at temperature {decode['temperature']:g}",
-        "beam": f"best of {decode['num_beams']} beams",
-    }.get(decode["mode"], str(decode["mode"]))
-    if decode["mode"] == "sampling":
-        words += f", top_p {decode['top_p']:g}" if decode["top_p"] < 1 else ""
-        words += f", top_k {decode['top_k']}" if decode["top_k"] > 0 else ""
-    return f"{words}, at most {decode['max_new_tokens']:,} tokens"
-
-
 def _describe_choice(dump: Mapping[str, Any]) -> str:
     """Return in words which answer was chosen and what several agree on, or nothing if there was only one."""
     choice = dump.get("choice")
@@ -308,9 +366,8 @@ def _describe_choice(dump: Mapping[str, Any]) -> str:
     words = f"answer {choice['index'] + 1} of {len(choice['texts'])}, the one with the highest F1"
     if choice["agreed"] is None:
         return words
-    count, votes = len(choice["agreed"]), dump["settings"]["choice"]["votes"]
-    noun = "object without a label is" if count == 1 else "objects without a label are"
-    return f"{words}; {count:,} {noun} in at least {votes} answers"
+    votes = dump["settings"]["choice"]["votes"]
+    return f"{words}; objects without a label in at least {votes} answers: {len(choice['agreed']):,}"
 
 
 def _list_notes(answer: DumpedAnswer) -> list[str]:
@@ -323,26 +380,12 @@ def _list_notes(answer: DumpedAnswer) -> list[str]:
     elif any(obj["reason"] in (Reason.syntax, Reason.placeholder) for obj in answer.objects):
         cut = len(answer.dump["rollout"]["ids"]) - result["prefix_tokens"]
         notes.append(f"The answer cannot be read to its end: its last {cut:,} tokens are cut off.")
-    if invalid := answer.unused:
-        noun, verb, it = ("One object", "is", "it") if invalid == 1 else (f"{invalid:,} objects", "are", "them")
-        end = f", and the corrected answer leaves {it} out" if answer.rebuilt else ""  # otherwise they stay in it
-        notes.append(f"{noun} of the answer cannot be used and {verb} not matched{end}.")
+    if answer.unused:
+        end = ", and the corrected answer leaves them out" if answer.rebuilt else ""  # otherwise they stay in it
+        notes.append(f"Objects of the answer that cannot be used and are not matched{end}: {answer.unused:,}.")
     if unread := result.get("unread"):
         notes.append(f"Objects in text that is not read, counted by their keys: {unread:,}.")
     return notes
-
-
-def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> list[dict[str, Any]]:
-    """Return the objects that were added because several answers agree on them, in the order of their owners, as
-    they stand in the rebuilt answer."""
-    numbers, streams = answer.agreed_numbers, answer.result["streams"]
-    objects = parse_rollout(streams["ids"][answer.result["prompt_length"] :], table).objects if numbers else ()
-    shown = []
-    for number in numbers:
-        desc, geometry = objects[number - 1].desc, objects[number - 1].geometry
-        shape = (geometry.kind, list(geometry.bins)) if geometry else (None, None)
-        shown.append({"desc": desc, "kind": shape[0], "bins": shape[1], "number": number})
-    return shown
 
 
 def _show_choice(choice: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -350,9 +393,5 @@ def _show_choice(choice: Mapping[str, Any] | None) -> dict[str, Any] | None:
     there was only one."""
     if choice is None:
         return None
-    texts = [
-        text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ... (the dump has all {len(text):,} characters)"
-        for text in choice["texts"]
-    ]
-    others = [[k + 1, text] for k, text in enumerate(texts) if k != choice["index"]]
-    return {"count": len(texts), "others": others}
+    others = [[k + 1, text[:MAX_TEXT]] for k, text in enumerate(choice["texts"]) if k != choice["index"]]
+    return {"count": len(choice["texts"]), "others": others}

@@ -10,7 +10,7 @@ only when they are shown, so that a page with hundreds of them opens at once.
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +27,16 @@ from coordexp.pages.document import render_page
 from coordexp.pages.rollout_sample import show_sample, summarise_sample
 from coordexp.pages.run_folder import RESOLVED, Run
 
+KINDS = {
+    "true": "true shape of a match",
+    "matched": "matched",
+    "missed": "missed",
+    "extra": "extra",
+    "duplicate": "duplicate, removed",
+    "removed": "extra, removed",
+    "agreed": "agreed, added",
+}
+FILTERS = {"missed": "with misses", "extra": "with extra", "invalid": "with invalid", "truncated": "truncated"}
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")
 SCRIPTS = (
@@ -47,11 +57,6 @@ class DumpedExample:
     where: str  # file and line
     content: dict[str, Any]
     trained: dict[str, Any] | None
-    followed: bool
-
-    @property
-    def record(self) -> int:
-        return int(self.content["place"]["record"])
 
     @property
     def time(self) -> tuple[int, int]:
@@ -67,22 +72,19 @@ def choose_examples(run: Path, most: int) -> tuple[list[DumpedExample], int]:
             f"{run} has no dumped examples",
             "a run with rollouts writes them to RUN/dumps (stage2.dump_every); one on the ground truth has none",
         )
-    first = list(_read_examples(regular[0], followed=False))
-    records = {example.record for example in first}
+    first = list(_read_examples(regular[0]))
     share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last have priority
-    repeated = [
-        example for file in _spread(followed, max(1, share)) for example in _read_examples(file, followed=True)
-    ]
-    repeated = _spread(repeated, share)
-    room = max(1, (most - len(repeated)) // max(1, len(first)))
-    files = _spread(regular, room)
-    read = [example for file in files for example in _read_examples(file, followed=False)]
-    others = [
-        replace(example, followed=example.record in records) for example in _spread(read, most - len(repeated))
-    ]
+    repeated = _spread(_read_files(_spread(followed, max(1, share))), share)
+    room = most - len(repeated)
+    files = _spread(regular, max(1, room // max(1, len(first))))
+    read = _read_files(files)
     total = (len(read) if len(files) == len(regular) else len(regular) * len(first)) + len(followed)
-    chosen = sorted([*others, *repeated], key=attrgetter("time"))
+    chosen = sorted([*_spread(read, room), *repeated], key=attrgetter("time"))
     return chosen, max(total, len(chosen))
+
+
+def _read_files(files: Iterable[Path]) -> list[DumpedExample]:
+    return [example for file in files for example in _read_examples(file)]
 
 
 def _spread(items: list[T], most: int) -> list[T]:
@@ -94,7 +96,7 @@ def _spread(items: list[T], most: int) -> list[T]:
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def _read_examples(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
+def _read_examples(file: Path) -> Iterator[DumpedExample]:
     traces = _read_traces(file.with_name(trace_file(file.name)))
     for number, content in enumerate(read_json_lines(file)):
         where = f"{file}, line {number + 1}"
@@ -103,12 +105,11 @@ def _read_examples(file: Path, *, followed: bool) -> Iterator[DumpedExample]:
         place = content.get("place")
         if not isinstance(place, dict) or not all(isinstance(place.get(name), int) for name in PLACE):
             raise DataError(f"{where}: not a dumped example (its place has no {', '.join(PLACE)})")
-        yield DumpedExample(where, content, traces.get(number), followed)
+        yield DumpedExample(where, content, traces.get(number))
 
 
 def _read_traces(file: Path) -> dict[int, dict[str, Any]]:
-    """Return the traces by the number of the example. An example that was trained again after a resume has two;
-    the last one counts."""
+    """Return the traces by the number of the example."""
     traces = {}
     for number, line in enumerate(read_json_lines(file), start=1):
         if line.get("format") != TRACE_FORMAT or not isinstance(line.get("example"), int):
@@ -144,41 +145,31 @@ def make_inspector_page(
     entries, samples = _read_samples(dumped, table, _find_image_folder(run), desc_is_masked=desc_is_masked)
     images = _add_images(entries, dumped, run.start_folder)
     index = {
-        "run": run.name,
-        "total": total,
         "stamp": stamp,
+        "kinds": KINDS,
         "target": target,
         "pieces": collect_pieces(samples, table),
         "coord0": table.first_coord,
         "samples": entries,
     }
-    html = render_inspector(index, samples, images, live=stamp is not None, report=report)
-    return InspectorPage(html, len(entries), total, tuple(entry["remark"] for entry in entries if entry["remark"]))
-
-
-def render_inspector(
-    index: dict[str, Any],
-    samples: Iterable[dict[str, Any]],
-    images: Mapping[str, str],
-    *,
-    live: bool = False,
-    report: str | None = None,
-) -> str:
-    """`samples` are in the order of the index. `images` are data URLs by the ids that the index uses."""
-    data: dict[str, Any] = {"index": {**index, "live": live}}
-    data |= {f"sample-{k}": sample for k, sample in enumerate(samples)}
-    held, total = len(index["samples"]), max(len(index["samples"]), index["total"])
-    return render_page(
+    held = len(entries)
+    html = render_page(
         "rollouts.html",
-        title=f"Rollouts of {index['run']}",
+        title=f"Rollouts of {run.name}",
         styles=("page.css", "rollouts.css"),
         scripts=SCRIPTS,
-        data=data | dict(images),
-        live=live,
-        run=index["run"],
+        data={"index": index, **{f"sample-{k}": sample for k, sample in enumerate(samples)}, **images},
+        live=stamp is not None,
+        run=run.name,
+        kinds=KINDS,
+        filters=[
+            ("", f"all ({held:,})"),
+            *((name, f"{words} ({sum(bool(e[name]) for e in entries):,})") for name, words in FILTERS.items()),
+        ],
         scope=f"{f'{held:,} of ' if held < total else ''}{total:,} answer{'' if total == 1 else 's'}",
         report=report,
     )
+    return InspectorPage(html, held, total, tuple(entry["remark"] for entry in entries if entry["remark"]))
 
 
 def find_soft_target(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -221,17 +212,12 @@ def make_visible(piece: bytes) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+@functools.lru_cache(maxsize=1)  # a served page is made again and again
 def _read_table(folder: Path) -> VocabularyTable:
-    file = folder / "tokenizer.json"
     try:
-        return _read_cached_table(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+        return VocabularyTable.from_folder(folder)
     except VocabularyError as error:  # its fix is meant for training
         raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
-
-
-@functools.lru_cache(maxsize=1)  # a served page is made again and again
-def _read_cached_table(folder: Path, modified: int) -> VocabularyTable:
-    return VocabularyTable.from_folder(folder)
 
 
 def _read_samples(
@@ -248,8 +234,7 @@ def _read_samples(
             seen[id] += 1  # a record can occur twice in one step, when a new epoch begins
             id = id if seen[id] == 1 else f"{id}.{seen[id]}"
             image = Path(path).relative_to(folder) if Path(path).is_relative_to(folder) else path
-            origin = {"id": id, "image": str(image), "followed": example.followed}
-            entries.append(origin | summarise_sample(content, trained))
+            entries.append({"id": id, "image": str(image)} | summarise_sample(content, trained))
             samples.append({"id": id, **show_sample(content, trained, table, desc_is_masked=desc_is_masked)})
     return entries, samples
 
@@ -264,13 +249,14 @@ def _add_images(
     for entry, example in zip(entries, dumped, strict=True):
         path = example.content["picture"]["path"]
         if path not in known:
+            id = f"picture-{len(known)}"
+            known[path] = {"picture": id, "remark": None}
             try:
                 address = path
                 if root is not None and not is_url(path) and not Path(parse_address(path).location).is_file():
                     address = join_address(root, path)
                 modified = 0 if is_url(path) else Path(parse_address(address).location).stat().st_mtime_ns
-                images[f"picture-{len(known)}"] = _load_thumbnail(address, modified)
-                known[path] = {"picture": f"picture-{len(known)}", "remark": None}
+                images[id] = _load_thumbnail(address, modified)
             except (OSError, ValueError) as error:  # ValueError: a text that cannot be a path
                 known[path] = {"picture": None, "remark": f"{explain_missing_image(error)}; {path}"}
         entry |= known[path]

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -35,8 +36,6 @@ HIDDEN = "(not shown)"
 MAX_LETTERS = 90  # of a value in a table
 
 T = TypeVar("T")
-
-
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -57,9 +56,6 @@ class DataFile(RunFileModel):
     @property
     def paths(self) -> list[Path]:
         return [Path(data.file) for data in self.files or [self]]
-
-    def __str__(self) -> str:
-        return f"{self.file}, {self.records} records, sha256 {self.sha256}"
 
 
 class ObjectiveTerm(RunFileModel):
@@ -127,7 +123,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step that was logged; 0 if none was."""
-        return max((int(series.steps[-1]) for series in self.log.values() if len(series)), default=0)
+        return max((series.last_step for series in self.log.values()), default=0)
 
     @property
     def start_folder(self) -> Path | None:
@@ -232,17 +228,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[RunGroup, ...]:
     """Return the groups in the order of their first runs. Raise DataError if a run is given twice, if two have the
     same settings and seed (a copy says nothing about other seeds), or if there are too many groups."""
     members: dict[str, dict[str, Run]] = {}
-    folders = set()
     for run in runs:
-        if run.folder.resolve() in folders:
-            raise DataError(f"{run.folder}: given twice", "a run counts once; leave one out")
-        folders.add(run.folder.resolve())
         identity, seeds = _identify(run)
         group = members.setdefault(identity, {})
         if other := group.get(seeds):
             raise DataError(
                 f"{run.folder} and {other.folder}: the same settings, data and seed ({run.training.get('seed')})",
-                "they count as one run; leave one out, or give runs with other seeds",
+                "a run counts once; leave one out, or give runs with other seeds",
             )
         group[seeds] = run
     if len(members) > len(LETTERS):
@@ -250,11 +242,13 @@ def group_runs(runs: Sequence[Run]) -> tuple[RunGroup, ...]:
             f"{len(members)} groups of runs with different settings",
             f"a page compares up to {len(LETTERS)}; give fewer runs",
         )
-    groups: list[RunGroup] = []
+    names: Counter[str] = Counter()
+    groups = []
     for letter, group in zip(LETTERS, members.values(), strict=False):
         name = _common_name([run.name for run in group.values()])
-        earlier = [_common_name([run.name for run in other.runs]) for other in groups].count(name)
-        groups.append(RunGroup(letter, f"{name} ({earlier + 1})" if earlier else name, tuple(group.values())))
+        names[name] += 1
+        unique = f"{name} ({names[name]})" if names[name] > 1 else name
+        groups.append(RunGroup(letter, unique, tuple(group.values())))
     return tuple(groups)
 
 
@@ -268,11 +262,9 @@ def _identify(run: Run) -> tuple[str, str]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0]
     prefix = os.path.commonprefix(names)  # noqa: RUF071, letter by letter is meant
     shared = re.sub(r"((^|[-_. ]+)(seed|s)\d*)?([-_. ]+\d*)?$", "", prefix)
-    return shared or f"{names[0]} and {len(names) - 1} more"
+    return names[0] if len(names) == 1 else shared or f"{names[0]} and {len(names) - 1} more"
 
 
 def flatten_settings(settings: Mapping[str, Any], path: str = "") -> dict[str, Any]:

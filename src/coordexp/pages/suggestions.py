@@ -48,31 +48,25 @@ def render_suggestions(
         notify(number + 1)
         record = records[image_id]
         labels = [[item.desc, _ring(item, record)] for item in record.objects]
-        entry: dict[str, Any] = {
+        image: dict[str, Any] = {
             "name": record.image,
             "width": record.width,
             "height": record.height,
             "labels": labels,
         }
         if are_linked and is_file(record.image):
-            entry["source"] = _link(folder / record.image, target)
+            image["source"] = _link(folder / record.image, target)
         else:
-            url, remark = try_thumbnail(join_address(folder, record.image), SIDE)
-            entry |= {"element": f"picture-{number}"} if url else {"remark": remark}
+            url, image["remark"] = try_thumbnail(join_address(folder, record.image), SIDE)
             if url:
+                image["element"] = f"picture-{number}"
                 pictures[f"picture-{number}"] = url
-        images.append(entry)
-    names, classes = number_classes(Counter(item.item.desc for item in shown))
+        images.append(image)
+    names, classes = number_classes(Counter(one.item.desc for one in shown))
     items = [
-        [
-            one.id,
-            numbers[one.image_id],
-            one.item.desc,
-            one.score,
-            one.agreement,
-            _ring(one.item, records[one.image_id]),
-        ]
+        [one.id, numbers[one.image_id], one.item.desc, one.score, one.agreement, _ring(one.item, record)]
         for one in shown
+        if (record := records[one.image_id])
     ]
     index = {"hash": file.sha256, "total": total, "classes": list(names), "images": images, "items": items}
     best = f"the best {len(shown):,} of " if len(shown) < total else ""

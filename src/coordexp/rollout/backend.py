@@ -284,6 +284,42 @@ def check_version(rollout: Rollout, step: int, max_staleness: int = 0) -> None:
         )
 
 
+class Canary:
+    """Shows at the first sync, and every `every` versions, that an engine has the learner's weights: both answer
+    the images `probes`, the learner with its own model, `reference`. `dtype` is the least exact of both."""
+
+    def __init__(
+        self,
+        reference: RolloutBackend,
+        probes: Sequence[ImageRef],
+        every: int,
+        dtype: str,
+        notify: Callable[[str], None],
+    ) -> None:
+        self.reference, self.every, self.dtype, self.notify = reference, every, dtype, notify
+        self.requests = [Request(image, Decode.greedy(PROBE)) for image in probes]
+        self._passed: int | None = None  # the version of the last comparison
+
+    def is_due(self, version: int) -> bool:
+        return self._passed is None or version - self._passed >= self.every
+
+    def expected_answers(self) -> list[Rollout]:
+        """Return the learner's answers. All ranks call this."""
+        return self.reference.generate(self.requests)
+
+    def compare(self, engine: str, own: Sequence[Rollout], theirs: Sequence[Rollout], otherwise: str) -> None:
+        """Raise EngineError unless an engine answers as the learner does, apart from rounding. `otherwise` is what
+        the user can do without the engine."""
+        fix = f"this should not happen; please report it, {otherwise}"
+        if warning := compare_answers(engine, own, theirs, self.dtype, fix):
+            self.notify(warning)
+
+    def pass_at(self, version: int) -> bool:
+        """Note that the answers agree at this version. Return True if it is the first one."""
+        is_first, self._passed = self._passed is None, version
+        return is_first
+
+
 def compare_answers(
     engine: str, own: Sequence[Rollout], theirs: Sequence[Rollout], dtype: str, fix: str
 ) -> str | None:

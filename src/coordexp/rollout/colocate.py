@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,16 +21,14 @@ from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, together
 from coordexp.rollout import OR_USE_HF
 from coordexp.rollout.backend import (
-    PROBE,
     AdapterWeights,
-    Decode,
+    Canary,
     ImageRef,
     Request,
     Rollout,
     RolloutBackend,
     Weights,
     check_version,
-    compare_answers,
 )
 from coordexp.rollout.generate import generate_rollouts
 from coordexp.rollout.prompt import PromptBuilder
@@ -73,16 +70,14 @@ class ColocateBackend:
         adapter: Callable[[], AdapterWeights] | None = None,
         record: Callable[[dict[str, Any]], None] = ignore,
     ) -> None:
-        self.setup, self.prompts, self.reference, self.probes = setup, prompts, reference, probes
+        self.setup, self.prompts = setup, prompts
         self.room, self.notify = room, notify
         self.adapter, self.record = adapter, record
-        self.sync_mode = SyncMode(setup.settings.vllm.sync, adapter is not None, notify, OR_USE_HF)
-        self.group = RankGroup.of(setup.settings.vllm.tensor_parallel_size or 1)
+        sync = setup.settings.vllm.sync
+        self.sync_mode = SyncMode(sync, adapter is not None, notify, OR_USE_HF)
+        self.canary = Canary(reference, probes, sync.canary_every, setup.coarsest_dtype, notify)
         self.engine: Any = None
-        self.version: int | None = None
-        # The version sent last. It is copied to `version` when the sync is complete, canary included.
-        self._sent: int | None = None
-        self._probed: int | None = None
+        self.version: int | None = None  # of the engine's weights
         self._updates: EngineUpdates | None = None
         self._session: ExitStack | None = None
         self._offloaded: Offloaded | None = None
@@ -97,7 +92,8 @@ class ColocateBackend:
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         self._make_room()
-        return self.group.share_requests(requests, self._ask)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return share_requests(requests, rank, self.setup.size, self._ask)
 
     @property
     def requests_per_call(self) -> int:
@@ -108,30 +104,30 @@ class ColocateBackend:
         with the same error. A version that the engine has is not sent again."""
         if version == self.version:
             return
-        due = self._probed is None or version - self._probed >= self.setup.settings.vllm.sync.canary_every
+        due = self.canary.is_due(version)
         assert not due or self._offloaded is None, (
             "the canary needs the learner's model, so it answers before it is offloaded"
         )
-        probes = [Request(image, Decode.greedy(PROBE)) for image in self.probes]
-        expected = self.reference.generate(probes) if due else []
+        expected = self.canary.expected_answers() if due else []
         together(self._make_room)
-        self.version = self._sent = None
+        self.version = None
         together(self._start)
-        self._update(weights, version)
-        self._sent = version
+        with ExitStack() as on_error:
+            on_error.callback(self.close)  # the weights of the engine are not known any more
+            self._update(weights, version)
+            on_error.pop_all()
+        self.version = version
         self._return_memory()
         if due:
-            actual = self.generate(probes)
-            together(partial(self._compare, expected, actual))
-            if self._probed is None:
+            actual = self.generate(self.canary.requests)
+            together(partial(self.canary.compare, "the engine", expected, actual, OR_USE_HF))
+            if self.canary.pass_at(version):
                 self.notify("the engine answers as the learner does")
-            self._probed = version
-        self.version = version
 
     def close(self) -> None:
         if self.engine is not None:
             stop_engine(self.engine)
-        self.engine = self.version = self._sent = self._updates = None
+        self.engine = self.version = self._updates = None
 
     def describe(self) -> dict[str, Any]:
         return self.sync_mode.describe()
@@ -161,7 +157,7 @@ class ColocateBackend:
         if self._updates is not None:
             return
         start = time.perf_counter()
-        self.notify(f"starting vLLM (tensor_parallel_size {self.group.size}), which takes half a minute or more")
+        self.notify(f"starting vLLM (tensor_parallel_size {self.setup.size}), which takes half a minute or more")
         with remind(self.notify, "waiting for vLLM"):
             self.engine = start_engine(self.setup, adapters=self.sync_mode.is_adapter)
         self.notify(f"vLLM is ready after {time.perf_counter() - start:.0f} s")
@@ -172,79 +168,39 @@ class ColocateBackend:
     def _update(self, weights: Weights, version: int) -> None:
         """Load the adapter alone, or whole weights. If any engine refuses the adapter, all engines get whole
         weights."""
+        assert self._updates is not None
         if self.sync_mode.is_adapter:
-            refusal = together(partial(self._load_adapter, version))
+            assert self.adapter is not None
+            refusal = together(partial(self._updates.load_adapter, self.adapter, version))
             refusals = [text for text in gather_texts(refusal) if text]
             if not refusals:
                 return
             self.sync_mode.fall_back(refusals[0])
             self.record(self.describe())
-        together(partial(self._load, weights, version))
-
-    def _load_adapter(self, version: int) -> str:
-        """Return the reason why this rank's engine refused the adapter, or an empty string."""
-        assert self._updates is not None and self.adapter is not None
-        with self._close_on_error():
-            return self._updates.load_adapter(self.adapter(), version)
-
-    def _load(self, weights: Weights, version: int) -> None:
-        assert self._updates is not None
-        with self._close_on_error():
-            self._updates.load(weights, version)
-
-    @contextmanager
-    def _close_on_error(self) -> Iterator[None]:
-        """Close the engine if an update fails: its weights are not known any more."""
-        with ExitStack() as on_error:
-            on_error.callback(self.close)
-            yield
-            on_error.pop_all()
+        together(partial(self._updates.load, weights, version))
 
     def _ask(self, requests: Sequence[Request]) -> list[Rollout]:
-        if self._updates is None or self._sent is None:
+        if self._updates is None or self.version is None:
             raise EngineError("rollouts were requested before any weights were sent")
         self._updates.wake()
         lora = self._updates.lora_request
         rollouts = generate_rollouts(self.engine, self.prompts, self.setup.table, requests, lora)
         for rollout in rollouts:
-            check_version(rollout, self._sent)
+            check_version(rollout, self.version)
         return rollouts
 
-    def _compare(self, learner: Sequence[Rollout], engine: Sequence[Rollout]) -> None:
-        """Raise EngineError unless the learner and the engine gave the same answers, apart from rounding."""
-        fix = f"this should not happen; please report it, {OR_USE_HF}"
-        warning = compare_answers("the engine", learner, engine, self.setup.coarsest_dtype, fix)
-        if warning:
-            self.notify(warning)
 
-
-@dataclass(frozen=True)
-class RankGroup:
-    """The neighbouring ranks that share one engine, seen from `rank`."""
-
-    rank: int
-    size: int
-
-    @classmethod
-    def of(cls, size: int) -> "RankGroup":
-        return cls(dist.get_rank() if dist.is_initialized() else 0, size)
-
-    @property
-    def place(self) -> int:
-        return self.rank % self.size
-
-    def share_requests(
-        self, requests: Sequence[Request], ask: Callable[[Sequence[Request]], list[Rollout]]
-    ) -> list[Rollout]:
-        """Return the rollouts of this rank's requests. All ranks call it. Every rank of a group calls `ask` with
-        the requests of the whole group, so that all of them compute the same batches."""
-        if self.size == 1:
-            return ask(requests)
-        first = self.rank - self.place
-        together(ignore)  # wait for all ranks
-        texts = gather_texts(json.dumps(REQUESTS.dump_python(list(requests))))
-        by_rank = [REQUESTS.validate_python(json.loads(text)) for text in texts]
-        of_group = by_rank[first : first + self.size]
-        rollouts: list[Rollout] = together(partial(ask, [request for part in of_group for request in part]))
-        start = sum(map(len, of_group[: self.place]))
-        return rollouts[start : start + len(requests)]
+def share_requests(
+    requests: Sequence[Request], rank: int, size: int, ask: Callable[[Sequence[Request]], list[Rollout]]
+) -> list[Rollout]:
+    """Return the rollouts of the requests of this rank. All ranks call it. Each `size` neighbouring ranks share an
+    engine: every one of them calls `ask` with the requests of all, so that they compute the same batches."""
+    if size == 1:
+        return ask(requests)
+    first = rank - rank % size
+    together(ignore)  # wait for all ranks
+    texts = gather_texts(json.dumps(REQUESTS.dump_python(list(requests))))
+    by_rank = [REQUESTS.validate_python(json.loads(text)) for text in texts[first : first + size]]
+    rollouts: list[Rollout] = together(partial(ask, [request for part in by_rank for request in part]))
+    start = sum(map(len, by_rank[: rank - first]))
+    return rollouts[start : start + len(requests)]

@@ -27,8 +27,8 @@ from coordexp.rollout.start import (
 CPU_CACHE = 2**30  # bytes of an engine's KV cache on a CPU; VLLM_CPU_KVCACHE_SPACE overrides it
 OR_HF = "or use --backend hf, which needs no engine"
 COMMAND_FIXES = EngineFixes(
-    length=f"lower --max-new-tokens, or remove the largest images, {OR_HF}",
-    cache=f"lower --max-new-tokens or --batch, {OR_HF}",
+    length=f"lower --max-new-tokens (max_length of a Detector), or remove the largest images, {OR_HF}",
+    cache=f"lower --max-new-tokens or --batch (max_length or batch of a Detector), {OR_HF}",
     memory=f"free memory on this device, {OR_HF}",
     parallel=f"use a GPU that this model fits, {OR_HF}",
     unknown=f"what vLLM has printed may say more; if it is memory, lower --max-new-tokens or --batch; {OR_HF}",
@@ -40,7 +40,7 @@ class VllmBackend:
     """Generates with an engine that keeps the weights of a model folder. The constructor starts the engine.
 
     `max_length` limits the tokens of prompt and answer together. At most `batch` sequences are decoded at once. On
-    a GPU, the engine takes `gpu_share` of the memory. `fixes` are the advice of its errors."""
+    a GPU, the engine takes `gpu_share` of the memory."""
 
     def __init__(
         self,
@@ -52,10 +52,9 @@ class VllmBackend:
         batch: int = 8,
         dtype: str = "float32",
         gpu_share: float = 0.2,
-        fixes: EngineFixes = COMMAND_FIXES,
     ) -> None:
         check_vllm("backend", OR_HF)
-        self.prompts, self.table, self.fixes = prompts, table, fixes
+        self.prompts, self.table = prompts, table
         on_cuda = torch.cuda.is_available()
         vllm = {
             "gpu_memory_utilization": gpu_share,
@@ -70,12 +69,12 @@ class VllmBackend:
             table,
             torch.device("cuda" if on_cuda else "cpu"),
             kv_cache_bytes=None if on_cuda else CPU_CACHE,
-            fixes=fixes,
+            fixes=COMMAND_FIXES,
         )
         self.engine: Any = start_engine(setup)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        return generate_rollouts(self.engine, self.prompts, self.table, requests, fixes=self.fixes)
+        return generate_rollouts(self.engine, self.prompts, self.table, requests, fixes=COMMAND_FIXES)
 
     def close(self) -> None:
         if self.engine is not None:
@@ -116,7 +115,7 @@ def generate_rollouts(
     with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
         try:
             outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
-        except KeyboardInterrupt:  # for example in a notebook: the next call would get these answers too
+        except BaseException:  # for example Ctrl-C in a notebook: the next call would get these answers too
             running = engine.llm_engine.output_processor.request_states
             engine.llm_engine.abort_request(list(running), internal=True)
             raise

@@ -28,9 +28,6 @@ TokenId = Annotated[int, Field(ge=0)]
 
 ENGINE_GUARD = "coordexp.rollout.repeat_guard:RepeatGuard"
 ARGUMENT = "coordexp_guard"  # the key of the settings in `extra_args` and in `additional_config`
-# The environment variable of a folder in which each worker that has loaded ENGINE_GUARD leaves a file. It is not
-# in `additional_config`, because vLLM compiles the model anew when that changes.
-LOADED = "COORDEXP_REPEAT_GUARD_LOADED"
 
 
 def key_pattern(table: VocabularyTable) -> tuple[int, ...]:

@@ -11,9 +11,7 @@ requests by slots, and has their tokens on the device. There the same decision i
 could not prepare the next step meanwhile.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcess
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as SlotLogitsProcessor
 
-from coordexp.rollout.guard import LOADED, EngineGuard, KeyCounter, find_loops, loop_in
+from coordexp.rollout.guard import EngineGuard, KeyCounter, find_loops, loop_in
 
 
 class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
@@ -36,8 +34,6 @@ class RepeatGuard(LogitsProcessor, SlotLogitsProcessor):
         self._watched: dict[int, _WatchedRequest] = {}  # in V1, by row of the batch
         self._slots = _WatchedSlots(runner[0]) if isinstance(runner[0], LogitsProcRequestState) else None
         self._default = EngineGuard.of(vllm_config.additional_config)
-        if LOADED in os.environ:  # the ms-swift plugin counts these files, to prove that all workers guard
-            (Path(os.environ[LOADED]) / str(os.getpid())).touch()
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

@@ -225,14 +225,16 @@ def _restore_environment(before: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def explain_start(fixes: EngineFixes) -> Iterator[None]:
-    """Raise what vLLM raises as EngineError, with its cause and a fix."""
+def explain_start(fixes: EngineFixes, log: Path | None = None) -> Iterator[None]:
+    """Raise what vLLM raises as EngineError, with its cause and a fix. The processes of an engine write their
+    errors to `log`."""
     try:
         yield
     except UserError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        problem = first_sentence(str(error))
+        cause = first_error(log.read_text(encoding="utf-8")) if log else None
+        problem = cause or first_sentence(str(error))
         raise EngineError(f"vLLM did not start: {problem}", fixes.choose(problem)) from error
 
 
@@ -280,6 +282,12 @@ def check_vocabulary(tokenizer: Any, size: int, table: VocabularyTable) -> None:
             f"{ids[0]} to {ids[-1]}",
             "run `coordexp model add-coords` on the checkpoint, and set model.path to the folder that it writes",
         )
+
+
+def first_error(log: str) -> str | None:
+    """Return the first exception in a log, which caused the others, or None."""
+    match = re.search(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", log, re.MULTILINE)
+    return match and (match[2] if match[1] in ("ValueError", "RuntimeError") else f"{match[1]}: {match[2]}")
 
 
 def first_sentence(message: str) -> str:

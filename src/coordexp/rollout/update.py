@@ -13,6 +13,7 @@ run on a GPU; on a CPU, vLLM accepts the calls, and frees nothing.
 
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -127,13 +128,13 @@ class EngineUpdates:
         with set_current_vllm_config(self.engine.llm_engine.vllm_config):
             load_all(self.runner, weights)
 
-    def load_adapter(self, adapter: AdapterWeights, version: int) -> str:
+    def load_adapter(self, adapter: Callable[[], AdapterWeights], version: int) -> str:
         """Load an adapter for the weights that the engine was started with. Return the reason if the engine
         cannot use it, or an empty string: whole weights can still be loaded."""
         assert not self._is_whole, "whole weights were loaded: an adapter belongs to the weights of the start"
         self._check_idle()
         self.wake()
-        config, weights = adapter
+        config, weights = adapter()
         tensors = {name: weight.to("cpu", copy=True) for name, weight in weights}
         self._adapters += 1
         try:

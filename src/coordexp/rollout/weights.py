@@ -23,10 +23,6 @@ COORD_ROWS = (
 WAYS_OUT = "set rollout_matching.vllm.sync.mode: full, or sync.fallback_to_full: true"
 
 
-class AdapterRefused(EngineError):
-    """The engine cannot use the adapter, but still takes whole weights."""
-
-
 class SyncMode:
     """The kind of weights that is sent after each update. It changes at most once, from the adapter to whole
     weights.

@@ -8,13 +8,15 @@ health at any time.
 import asyncio
 import json
 import os
+import resource
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import uvicorn
@@ -35,7 +37,6 @@ from coordexp.servers.connections import (
     MOST_BYTES,
     UVICORN,
     AccessControl,
-    raise_file_limit,
     to_response,
     too_large,
 )
@@ -55,6 +56,7 @@ from coordexp.servers.protocol import (
     bad_request,
     model_fingerprint,
 )
+from coordexp.servers.transfer import gpu_name
 from coordexp.servers.updates import Updates, no_weights
 
 BEAT = 5.0  # seconds between the empty lines of a response that stays open, which show that the server is alive
@@ -63,7 +65,6 @@ LOOKS = 1.0  # seconds between two checks of the engine
 SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)  # the buckets of histograms
 CONTRACT = "see the contract in docs/operations.md"
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - then workers use the address that the learner's request came to
-T = TypeVar("T")
 Handler = Callable[..., Awaitable[Any]]
 
 
@@ -196,30 +197,29 @@ class RolloutApp:
     async def _answer(self, call: InferCall) -> list[Item]:
         if not call.infer_requests:
             return []
+        items: list[Item] = []
         with self.metrics.calls.time(), self.metrics.running.track_inprogress():
             async with self.updates.answers() as version:
-                answers = await _gather_all(  # every answer ends before weights may change
-                    [
-                        self.answering.answer(request, call.request_config, version)
-                        for request in call.infer_requests
-                    ]
-                )
-        for item, tokens in answers:
-            self.metrics.requests.labels(
-                "failed" if isinstance(item, dict) and "error" in item else "answered"
-            ).inc()
+                answer = partial(self.answering.answer, config=call.request_config, version=version)
+                # Every answer ends before weights may change, also if another one fails.
+                answers = await asyncio.gather(*map(answer, call.infer_requests), return_exceptions=True)
+        for result in answers:
+            if isinstance(result, BaseException):
+                raise result
+            item, tokens = result
+            failed = isinstance(item, dict) and "error" in item
+            self.metrics.requests.labels("failed" if failed else "answered").inc()
             self.metrics.tokens.inc(tokens)
-        return [item for item, _ in answers]
+            items.append(item)
+        return items
 
     async def join(self, body: JoinGroup, request: Request) -> Response:
-        if body.world_size != self.world_size + 1:
-            raise Refusal(
-                400,
-                "world_size",
-                f"the request names a group of {body.world_size}, but this server's {self.world_size} and the "
-                f"learner make {self.world_size + 1}",
-                f"join with world_size {self.world_size + 1}",
+        size = self.world_size + 1
+        if body.world_size != size:
+            problem = (
+                f"the request names a group of {body.world_size}, but this server and the learner make {size}"
             )
+            raise Refusal(400, "world_size", problem, f"join with world_size {size}")
         host = request.scope["server"][0] if self.host in EVERYWHERE else self.host
         await self.updates.take(body)
         return _Joined(self.updates, body, host, self.ending)
@@ -246,20 +246,11 @@ class RolloutApp:
 
 def _encode_items(items: Sequence[Item]) -> bytes:
     """Encode item by item: encoding holds the GIL until it returns, and other threads must run in between."""
-    return f"[{','.join([_encode_item(item) for item in items])}]".encode()
-
-
-def _encode_item(item: Item) -> str:
-    return item.model_dump_json(exclude_none=True) if isinstance(item, InferItem) else json.dumps(item)
-
-
-async def _gather_all(works: Sequence[Awaitable[T]]) -> list[T]:
-    """Return all results. If some fail, wait until all have ended, and raise the first error."""
-    results = await asyncio.gather(*works, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results  # type: ignore[return-value]
+    parts = [
+        item.model_dump_json(exclude_none=True) if isinstance(item, InferItem) else json.dumps(item)
+        for item in items
+    ]
+    return f"[{','.join(parts)}]".encode()
 
 
 async def _wait_for_disconnect(receive: Any) -> None:
@@ -287,6 +278,8 @@ class _Joined(Response):
             headers = [(b"content-type", b"application/x-ndjson")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send_line({"message": "taken"})
+            if (await asyncio.wait(ends, timeout=0))[0]:  # it has left while it waited for another learner
+                return
             try:
                 await self.updates.join(self.learner, self.host)
             except Refusal as refusal:
@@ -340,7 +333,8 @@ def serve(
     """Run a server on a socket. It may read images from the folders `images`. Call `announce` with the engine's
     world size once the server accepts requests. Raise EngineError if the server cannot start, and Refusal if its
     engine ends or hangs."""
-    raise_file_limit()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     guard, folder, limits = settings.repeat_terminate, Path(model.path), model.image_limits
     if guard.enabled:
         check_guard_class()
@@ -425,11 +419,5 @@ def _describe(setup: EngineSetup, max_model_len: int) -> ServerVersion:
         max_model_len=max_model_len,
         guard=setup.settings.repeat_terminate.model_dump(mode="json"),
         lora=setup.settings.vllm.enable_lora,
-        devices=_devices(),
+        devices=[gpu_name(k) for k in range(torch.cuda.device_count())],
     )
-
-
-def _devices() -> list[str]:
-    """Return this machine's GPUs, so that a learner can check that it does not share one."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [f"{socket.gethostname()}/{torch.cuda.get_device_properties(k).uuid}" for k in range(count)]

@@ -1,16 +1,16 @@
-"""Rollouts by servers that get the learner's weights over the network.
+"""Rollouts by servers that get the learner's weights over the network: what all ranks do together.
 
 Every rank asks the servers itself (`asking`). Only the senders connect to them and send weights, each to its share
-of the servers: the first rank alone, or `sync.senders` ranks. They share their results with all ranks, so that
-these always agree on which servers may be asked. All collectives are here, on the main thread.
+of the servers (`sender`): the first rank alone, or `sync.senders` ranks. All collectives are here, on the main
+thread: `_on_senders` shares what the senders find out and do with all ranks, so that these always agree on which
+servers may be asked.
 """
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -22,66 +22,27 @@ from coordexp.config.rollout import capacity_shortage
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, sum_over_ranks, together
 from coordexp.rollout.backend import (
-    PROBE,
     AdapterWeights,
-    Decode,
+    Canary,
     ImageRef,
     Request,
     Rollout,
     RolloutBackend,
     Weights,
-    compare_answers,
 )
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
-from coordexp.rollout.weights import AdapterRefused, SyncMode
 from coordexp.servers.asking import Asker, Generation, Started
-from coordexp.servers.client import (
-    OTHERWISE,
-    ClientTimeouts,
-    ErrorResponse,
-    ServerClient,
-    ServerFacts,
-    ServerLost,
-)
-from coordexp.servers.links import RETURNING, Links, own_device
+from coordexp.servers.client import OTHERWISE, ClientTimeouts, ServerClient, ServerFacts
 from coordexp.servers.pool import Loss, Pool, sending_rank
-from coordexp.servers.send import Sent, send
-from coordexp.tasks import Task, ignore
+from coordexp.servers.sender import Delivery, Prospect, Sender
+from coordexp.servers.transfer import gpu_name
+from coordexp.tasks import ignore
 
 AGAIN = 1.0  # seconds between two attempts to find a server
 WINDOWS = 4  # full windows of requests in one call of a caller that has many
 LEFT_OUT = "the run goes on without this server until it is back and has received the current weights"
-# A server that refuses an adapter with one of these codes would refuse it again. With any other error, the run
-# goes on without the server until it is back.
-REFUSED_FOR_GOOD = frozenset(
-    {"no_lora", "base_changed", "adapter_refused", "update_failed", "bad_request", "no_route"}
-)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """A server before a sync, as its sender sees it: whether weights are sent to it, and whether it has just come
-    back. `lost` is why it was lost since the last sync, and `failed` why it is not back. `responds` is True
-    for a server that answers, but cannot be used for that reason."""
-
-    facts: ServerFacts
-    is_target: bool
-    is_back: bool
-    lost: Loss | None
-    failed: Loss | None
-    responds: bool
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """The result of a sync for one server. Without a `loss`, it has the weights."""
-
-    seconds: float
-    nbytes: int
-    was_probed: bool = False
-    loss: Loss | None = None
 
 
 class ServerBackend:
@@ -103,24 +64,22 @@ class ServerBackend:
         adapter: Callable[[], AdapterWeights] | None = None,
         timeouts: ClientTimeouts | None = None,
     ) -> None:
-        self.setup, self.prompts, self.reference, self.probes = setup, prompts, reference, probes
-        self.record, self.adapter = record, adapter
+        self.setup, self.record = setup, record
         self.settings = setup.settings.vllm
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._notify_here = notify if self.rank == 0 else lambda message: notify(f"rank {self.rank}: {message}")
         self.notify = notify if self.rank == 0 else ignore
-        self.sync_mode = SyncMode(self.settings.sync, adapter is not None, self.notify, OTHERWISE)
+        notify_here = notify if self.rank == 0 else lambda message: notify(f"rank {self.rank}: {message}")
         seconds = self.settings.server.infer_timeout_s
-        self.clients = [
-            ServerClient(k, server, seconds, timeouts) for k, server in enumerate(self.settings.server.servers)
-        ]
-        owners = [sending_rank(k, self.settings.sync.senders, self.ranks) for k in range(len(self.clients))]
-        own = {k: client for k, client in enumerate(self.clients) if owners[k] == self.rank}
-        self.links = Links(own, setup, self._notify_here)
-        self.pool: Pool | None = None
+        servers = self.settings.server.servers
+        self.clients = [ServerClient(k, server, seconds, timeouts) for k, server in enumerate(servers)]
+        senders = [sending_rank(k, self.settings.sync.senders, self.ranks) for k in range(len(servers))]
+        own = {k: client for k, client in enumerate(self.clients) if senders[k] == self.rank}
         self.asker = Asker(self.clients, setup, prompts)
+        self.canary = Canary(reference, probes, self.settings.sync.canary_every, setup.coarsest_dtype, notify_here)
+        self.sender = Sender(own, setup, self.asker, self.canary, adapter, notify_here)
+        assert not self.sender.sync_mode.is_adapter or self.ranks == 1, "other ranks gather no adapter"
+        self.pool: Pool | None = None
         self._weights: Weights | None = None
-        self._probed: int | None = None  # the version at which all servers were last probed
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -129,13 +88,11 @@ class ServerBackend:
         """Send the weights as one transaction: all ranks begin it together, and end it with the new version or
         with the same error. A version that the pool already has is sent only to servers that came back."""
         if self.pool is None:
-            self._connect()
-        assert self.pool is not None
+            self.pool = self._connect()
         if version == self.pool.version and not self.pool.out:
             return
         self._weights = weights
-        self.pool = self.pool.advance_to(version)
-        self._deliver(time.monotonic() + self.settings.server.timeout_s)
+        self._deliver(version, time.monotonic() + self.settings.server.timeout_s)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """Return the rollouts of the requests. While no server is left, all ranks wait for one, for up to
@@ -167,13 +124,14 @@ class ServerBackend:
             losses = generation.take_losses(self.pool)
             missing, lost = sum_over_ranks([generation.count_missing(started.indices), len(losses)])
             if lost:
-                self._agree(losses)
+                for index, loss in _share(losses, Loss).items():
+                    self._leave_out(index, loss)
+                    self.sender.drop(index)
             if not missing:
                 break
             together(generation.wait_until_idle)  # weights must not change under the requests of another rank
             until = until or time.monotonic() + self.settings.server.timeout_s
-            self.pool = self.pool.advance_to(version)
-            self._deliver(until)
+            self._deliver(version, until)
             generation.ask(self.pool, self.rank, self.ranks)
         if started.indices:
             self._record_calls(generation.take_calls(), generation.seconds)
@@ -185,9 +143,9 @@ class ServerBackend:
         return WINDOWS * self.pool.capacity(self.setup.settings.decode_batch_size, self.ranks)
 
     def close(self) -> None:
-        self.links.close()
+        self.sender.close()
         for client in self.clients:
-            client.close()
+            client.http.close()
 
     def describe(self) -> dict[str, Any]:
         """Return the facts that the run's manifest records."""
@@ -196,143 +154,93 @@ class ServerBackend:
             known = {"world_size": client.facts.world_size, "boot": client.facts.boot} if client.facts else {}
             address = {"base_url": client.url, "group_port": client.group_port, "world_size": None, "boot": None}
             servers.append(address | known)
-        return {"servers": servers, **self.sync_mode.describe()}
+        return {"servers": servers, **self.sender.sync_mode.describe()}
 
     # Weights
 
-    def _connect(self) -> None:
+    def _connect(self) -> Pool:
         together(ignore)
-        self.links.devices = gather_texts(own_device(self.setup.device))
+        device = self.setup.device
+        self.sender.devices = gather_texts(gpu_name(device) if device.type == "cuda" else "")
         self.asker.run = gather_texts(uuid4().hex[:8])[0]
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
-        sizes = self._take_facts(self._on_senders(self.links.connect_all, ServerFacts))
+        sizes = self._take_facts(self._on_senders(self.sender.connect_all, ServerFacts))
         if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.ranks):
             problem, fix = shortage
             raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
-        self.pool = Pool.of(sizes)
+        return Pool.of(sizes)
 
     def _take_facts(self, facts: dict[int, ServerFacts]) -> tuple[int, ...]:
         """Set the facts of all clients, and return the world sizes of the servers."""
         for client in self.clients:
             client.facts = facts[client.index]
-        return tuple(facts[client.index].world_size for client in self.clients)
+        return tuple(client.world_size for client in self.clients)
 
-    def _deliver(self, until: float) -> None:
-        """Send the current weights to all servers that can be reached and lack them. Return once one has them.
-        Raise EngineError if that takes until the deadline."""
+    def _deliver(self, version: int, until: float) -> None:
+        """Send the weights, which are `version`, to all servers that can be reached and lack them. Return once one
+        has them. Raise EngineError if that takes until the deadline."""
+        assert self.pool is not None
+        self.pool = replace(self.pool, version=version)
         while True:
-            prospects = self._on_senders(partial(self._find_prospects, until), Prospect)
-            self._take_losses(prospects)
-            assert self.pool is not None
+            prospects = self._on_senders(partial(self._find_prospects, self.pool, until), Prospect)
+            sizes = self._take_facts({k: prospect.facts for k, prospect in prospects.items()})
+            self.pool = replace(self.pool, world_sizes=sizes)
+            for index, prospect in prospects.items():
+                if prospect.lost:
+                    self._leave_out(index, prospect.lost)  # it may be back already
+                if prospect.failed:
+                    if prospect.responds and self.pool.out.get(index) != prospect.failed:  # the user has to act
+                        self.notify(f"warning: {EngineError(*prospect.failed)}")
+                    self.pool = self.pool.mark(index, prospect.failed)
             targets = {k: prospect.is_back for k, prospect in prospects.items() if prospect.is_target}
             if targets:
-                self._send(targets)
+                self._send(targets, version)
             if self.pool.usable:
                 return
             if not targets:
                 time.sleep(AGAIN)
 
-    def _find_prospects(self, until: float) -> dict[int, Prospect]:
-        """Connect to the servers of this sender that are back. Return which of its servers get weights, and why
-        the others cannot."""
-        pool = self.pool
-        assert pool is not None
+    def _find_prospects(self, pool: Pool, until: float) -> dict[int, Prospect]:
         if self.rank == 0 and not pool.usable and time.monotonic() >= until:
-            raise _none_left(pool, self.settings.server.timeout_s)
-        ended = self.links.drop_ended()
-        gone = [k for k in self.links.clients if k not in self.links.open and (k in pool.out or k in ended)]
-        is_last_hope = len(pool.out | ended) == len(self.clients)
-        errors = self.links.connect(gone, min(until, time.monotonic() + RETURNING), at_once=is_last_hope)
-        prospects = {}
-        for index, client in self.links.clients.items():
-            assert client.facts is not None, "before the first sync"
-            is_open = index in self.links.open
-            is_target = is_open and (index in pool.behind or index in ended)
-            error = errors.get(index)
-            failed = Loss.from_error(error) if error else None
-            responds = not isinstance(error, ServerLost)
-            prospects[index] = Prospect(client.facts, is_target, index in gone, ended.get(index), failed, responds)
-        return prospects
+            reasons = "; ".join(loss.problem.splitlines()[0] for loss in pool.out.values())
+            raise EngineError(
+                f"no rollout server is left, and none came back in {self.settings.server.timeout_s:g} s "
+                f"(rollout_matching.vllm.server.timeout_s): {reasons}",
+                f"start them again with `coordexp serve` and continue with --resume, {OTHERWISE}",
+            )
+        return self.sender.find_prospects(pool, until)
 
-    def _take_losses(self, prospects: dict[int, Prospect]) -> None:
-        assert self.pool is not None
-        self.pool = replace(
-            self.pool, world_sizes=self._take_facts({k: prospect.facts for k, prospect in prospects.items()})
-        )
-        for index, prospect in prospects.items():
-            if prospect.lost:
-                self.pool = self.pool.mark_failed(index, prospect.lost)
-                self._warn_left_out(prospect.lost)  # it may be back already
-            if prospect.failed:
-                if prospect.responds and self.pool.out.get(index) != prospect.failed:  # the user has to act
-                    self.notify(f"warning: {EngineError(*prospect.failed)}")
-                self.pool = self.pool.mark_failed(index, prospect.failed)
-
-    def _send(self, targets: dict[int, bool]) -> None:
-        """Send the current weights to these servers. A value says that the server has just come back: then it is
-        probed."""
-        assert self.pool is not None and self.pool.version is not None
-        version = self.pool.version
-        is_due = self._probed is None or version - self._probed >= self.settings.sync.canary_every
-        probed = [k for k, is_back in targets.items() if is_due or is_back]
-        own = self.reference.generate(self._probe_requests) if probed else []
-        sent = together(partial(self._send_share, targets, version))
-        deliveries = self._on_senders(partial(self._probe, targets, sent, own, probed), Delivery)
+    def _send(self, targets: dict[int, bool], version: int) -> None:
+        """Send the weights to these servers. A value says that the server has just come back: then it is probed,
+        as all are when the canary is due."""
+        assert self.pool is not None and self._weights is not None
+        is_due = self.canary.is_due(version)
+        probed = {index: is_due or is_back for index, is_back in targets.items()}
+        expected = self.canary.expected_answers() if any(probed.values()) else []
+        work = partial(self.sender.deliver, self._weights, version, probed, expected)
+        deliveries = _share(together(work), Delivery)
         for index, delivery in deliveries.items():
             if delivery.loss is None:
-                self.pool = self.pool.mark_synced(index, version)
+                self.pool = self.pool.mark(index, version)
             else:
                 self._leave_out(index, delivery.loss)
-                self.pool = self.pool.mark_failed(index, delivery.loss)
         if self.rank == 0:
             self._record_sync(deliveries, version)
-        if is_due and self.pool.usable:
-            if self._probed is None:
-                self.notify("the rollout servers answer as the learner does")
-            self._probed = version
+        if is_due and self.pool.usable and self.canary.pass_at(version):
+            self.notify("the rollout servers answer as the learner does")
 
-    def _send_share(self, targets: dict[int, bool], version: int) -> Sent:
-        """Send the weights to those of the targets that are this rank's."""
-        assert self._weights is not None
-        links = [self.links.open[k] for k in targets if k in self.links.open]
-        if not links:
-            deque(self._weights(), maxlen=0)  # it takes part in gathering them
-            return Sent()
-        name, device, seconds = self.asker.name_version(version), self.setup.device, self.settings.sync.timeout_s
-        if self.sync_mode.is_adapter:
-            assert self.adapter is not None and self.ranks == 1  # other ranks take no part in gathering it
-            config, weights = self.adapter()
-            sent = send(links, weights, name, device, seconds, config)
-            if (reason := _refusal_of_adapter(sent.errors)) is None:
-                return sent
-            self.sync_mode.fall_back(reason)
-        return send(links, self._weights(), name, device, seconds, others_wait=self.settings.sync.senders > 1)
+    def _on_senders(self, work: Callable[[], dict[int, T]], kind: type[T]) -> dict[int, T]:
+        """Do the work on all senders. Return the results by server, on all ranks."""
+        return _share(together(lambda: work() if self.sender.clients else {}), kind)
 
-    def _probe(
-        self, targets: dict[int, bool], sent: Sent, own: list[Rollout], probed: Sequence[int]
-    ) -> dict[int, Delivery]:
-        """Return which servers of this sender have the weights, and why the others do not. Raise EngineError if a
-        server that is to be probed does not answer as the learner does. A server gets the probes once for each of
-        its devices, so that each of its replicas answers some."""
-        assert self.pool is not None and self.pool.version is not None
-        errors: dict[int, EngineError] = dict(sent.errors)
-        probes = {
-            k: Task(self.asker.ask, k, self._probe_requests * self.pool.world_sizes[k], self.pool.version)
-            for k in targets
-            if k in self.links.clients and k in probed and k not in errors
-        }
-        for index, task in probes.items():
-            if (lost := task.failure(ServerLost)) is not None:
-                errors[index] = lost
-            else:
-                self._compare(index, own * self.pool.world_sizes[index], task.result())
-        return {
-            k: Delivery(
-                sent.seconds, sent.nbytes, k in probes, Loss.from_error(errors[k]) if k in errors else None
-            )
-            for k in targets
-            if k in self.links.clients
-        }
+    def _leave_out(self, index: int, loss: Loss) -> None:
+        """Take a server out of the pool, on all ranks."""
+        assert self.pool is not None
+        fix = "; ".join(filter(None, (loss.fix, LEFT_OUT)))
+        self.notify(f"warning: {EngineError(loss.problem, fix)}")
+        self.pool = self.pool.mark(index, loss)
+
+    # What is recorded
 
     def _record_sync(self, deliveries: dict[int, Delivery], version: int) -> None:
         """Record the sync of all senders as one event. Each of them has sent the same bytes to each server."""
@@ -350,43 +258,13 @@ class ServerBackend:
             | self.describe()
         )
 
-    def _compare(self, index: int, own: Sequence[Rollout], answers: Sequence[Rollout]) -> None:
-        fix = f"this should not happen; please report it, {OTHERWISE}"
-        warning = compare_answers(self.clients[index].name, own, answers, self.setup.coarsest_dtype, fix)
-        if warning:
-            self._notify_here(warning)
-
-    @property
-    def _probe_requests(self) -> list[Request]:
-        """The probes have the run's guard, because a server of ms-swift guards every answer."""
-        decode = Decode(PROBE, guard=self.setup.settings.repeat_terminate)
-        return [Request(image, decode) for image in self.probes]
-
     def _record_calls(self, calls: list[dict[str, Any]], seconds: float) -> None:
         assert self.pool is not None
         version = max(call.pop("version") for call in calls) if calls else self.pool.version
-        facts = {"version": version, "sync_mode": self.sync_mode.mode, "seconds": round(seconds, 4)}
+        mode = self.sender.sync_mode.mode
         addressed = [call | {"base_url": self.clients[call["server"]].url} for call in calls]
-        self.record({"event": "rollouts", **facts, "calls": addressed})
-
-    def _agree(self, losses: dict[int, Loss]) -> None:
-        """Leave out, on all ranks, every server that one rank has lost."""
-        assert self.pool is not None
-        for index, loss in _share(losses, Loss).items():
-            self._leave_out(index, loss)
-            self.pool = self.pool.mark_lost(index, loss)
-
-    def _on_senders(self, work: Callable[[], dict[int, T]], kind: type[T]) -> dict[int, T]:
-        """Do the work on all senders. Return the results by server, on all ranks."""
-        return _share(together(lambda: work() if self.links.clients else {}), kind)
-
-    def _leave_out(self, index: int, loss: Loss) -> None:
-        self._warn_left_out(loss)
-        self.links.drop(index)
-
-    def _warn_left_out(self, loss: Loss) -> None:
-        fix = "; ".join(filter(None, (loss.fix, LEFT_OUT)))
-        self.notify(f"warning: {EngineError(loss.problem, fix)}")
+        facts = {"version": version, "sync_mode": mode, "seconds": round(seconds, 4), "calls": addressed}
+        self.record({"event": "rollouts", **facts})
 
 
 def _share(own: dict[int, T], kind: type[T]) -> dict[int, T]:
@@ -397,21 +275,3 @@ def _share(own: dict[int, T], kind: type[T]) -> dict[int, T]:
     for text in gather_texts(adapter.dump_json(own).decode()):
         shared = adapter.validate_json(text) | shared
     return dict(sorted(shared.items()))
-
-
-def _refusal_of_adapter(errors: dict[int, EngineError]) -> str | None:
-    """Return why a server will never take an adapter, if one of these errors says so."""
-    for error in errors.values():
-        is_final = isinstance(error, ErrorResponse) and error.code in REFUSED_FOR_GOOD
-        if is_final or isinstance(error, AdapterRefused):
-            return error.problem.splitlines()[0]
-    return None
-
-
-def _none_left(pool: Pool, seconds: float) -> EngineError:
-    reasons = "; ".join(loss.problem.splitlines()[0] for loss in pool.out.values())
-    return EngineError(
-        f"no rollout server is left, and none came back in {seconds:g} s "
-        f"(rollout_matching.vllm.server.timeout_s): {reasons}",
-        f"start them again with `coordexp serve` and continue with --resume, {OTHERWISE}",
-    )

@@ -5,51 +5,26 @@ No call outlives its server. While a call is running, the client polls the serve
 the server has died or has been silent for too long.
 """
 
-import base64
 import json
 import math
 import os
 import socket
 import ssl
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
 import httpx
 
-from coordexp.answers.table import VocabularyTable
-from coordexp.config.rollout import TOKEN, RepeatTerminate, ServerEndpoint
-from coordexp.data.addresses import is_file
-from coordexp.data.images import UNREADABLE, read_image_bytes
-from coordexp.errors import EngineError, explain
-from coordexp.families import STOP_TOKENS
-from coordexp.rollout.backend import Request, Rollout, common_decode
-from coordexp.rollout.guard import cut_at_end
-from coordexp.servers.protocol import (
-    ENGINE_FAULT,
-    IMAGE,
-    KEEP_ALIVE,
-    OWN_KEY,
-    ChatMessage,
-    InferCall,
-    InferItem,
-    InferRequest,
-    LearnerFields,
-    RequestConfig,
-    WeightVersion,
-    check_form,
-    read_error,
-    read_json,
-    read_response,
-    unreadable,
-)
+from coordexp.config.rollout import TOKEN, ServerEndpoint
+from coordexp.errors import EngineError
+from coordexp.servers.protocol import KEEP_ALIVE, read_error, read_response
 from coordexp.tasks import Task
 
 LARGEST = 2**30  # bytes of a response
+LONGEST = 2**16  # bytes of a line of a response that stays open
 ALTERNATIVES = (
     "set rollout_matching.vllm.mode: colocate, or rollout_matching.rollout_backend: hf (in Stage 1: "
     "stage1.eval_backend: hf)"
@@ -90,14 +65,11 @@ class ClientTimeouts:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """The facts that all ranks know about a server. One of ours reports the version of its weights with each
-    answer, and responds to health checks at any time."""
+    """The facts that all ranks know about a server."""
 
     world_size: int
-    max_model_len: int | None = None
-    boot: str | None = None
-    reports_version: bool = True
-    responds_while_busy: bool = True
+    max_model_len: int
+    boot: str
 
 
 class ServerClient:
@@ -124,7 +96,7 @@ class ServerClient:
             headers={"Authorization": f"Bearer {token}"} if token else {},
             trust_env=False,  # no proxy stands between a learner and its servers
             follow_redirects=False,
-            timeout=None,  # noqa: S113 - a `Call` ends by itself
+            timeout=httpx.Timeout(None, connect=self.timeouts.call),  # a `Call` ends by itself
             transport=httpx.HTTPTransport(
                 verify=ssl.create_default_context(),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
@@ -136,6 +108,11 @@ class ServerClient:
     def name(self) -> str:
         return f"rollout server {self.index} ({self.url})"
 
+    @property
+    def world_size(self) -> int:
+        assert self.facts is not None, "before the first sync"
+        return self.facts.world_size
+
     def health(self) -> Health:
         try:
             with self.http.stream("GET", f"{self.url}/health/", timeout=self.timeouts.health) as response:
@@ -145,33 +122,20 @@ class ServerClient:
         except httpx.TransportError:
             return "refused"
 
-    def get_if_present(self, path: str) -> bytes | None:
-        """Return the response, or None if the server does not have this route."""
-        try:
-            return self.get(path)
-        except RequestRefused as refused:
-            if refused.status != 404:
-                raise
-            return None
-
     def read(self, form: Any, path: str) -> Any:
         """Return the response of a route in a form of the protocol."""
         return read_response(form, self.get(path), self.name, path)
 
-    def weight_version(self) -> str | None:
-        """Return the version that the server reports, or None while it has no whole weights."""
-        version: WeightVersion = self.read(WeightVersion, "/version/")
-        return version.weight_version
-
     def get(self, path: str) -> bytes:
         return Call(self, "GET", path).result(time.monotonic() + self.timeouts.call)
 
+    def post(self, path: str, message: dict[str, Any], until: float) -> bytes:
+        """Return the response. Raise ServerLost if the server dies meanwhile, or has not responded at `until`."""
+        return Call(self, "POST", path, message).result(until)
+
     def infer(self, payload: dict[str, Any]) -> bytes:
         """Return the response. `infer_timeout_s` limits this call alone."""
-        return Call(self, "POST", "/infer/", payload).result(time.monotonic() + self._infer_timeout)
-
-    def close(self) -> None:
-        self.http.close()
+        return self.post("/infer/", payload, time.monotonic() + self._infer_timeout)
 
     def check_alive(self, path: str, since: float) -> None:
         """Raise ServerLost, for a call to `path` that began at `since`, if the server has ended or has been silent
@@ -184,19 +148,11 @@ class ServerClient:
             finally:
                 self._asking.release()
         silent = time.monotonic() - max(self._responded, since)
-        problem = ""
-        if self._asked < since:
-            return
-        if self._health == "refused":
-            problem = "it has ended"
-        elif self.facts is not None and not self.facts.responds_while_busy:
-            return
-        elif self._health == "failed":
-            problem = "its engine has ended or hangs"
-        elif self._health == "silent" and silent >= self.timeouts.silence:
-            problem = f"no response for {silent:.0f} s"
-        if problem:
-            raise ServerLost(f"{self.name}: {problem} (in {path})")
+        problems = {"refused": "it has ended", "failed": "its engine has ended or hangs"}
+        if silent >= self.timeouts.silence:
+            problems["silent"] = f"no response for {silent:.0f} s"
+        if self._asked >= since and self._health in problems:
+            raise ServerLost(f"{self.name}: {problems[self._health]} (in {path})")
 
     def to_error(self, status: int, path: str, body: bytes) -> ErrorResponse:
         """Return the error that a response stands for."""
@@ -210,6 +166,8 @@ class ServerClient:
             return ServerFault(problem, fix, status, code)
         if status == 401:
             fix = fix or f"set {TOKEN} to the same value for the server and the learner"
+        elif status == 404:
+            fix = fix or "base_url must lead to a server that `coordexp serve` has started"
         elif 300 <= status < 400:
             fix = "base_url must lead to the server itself, without a redirect"
         return RequestRefused(problem, fix, status, code)
@@ -271,142 +229,24 @@ class Call:
         headers = {} if content is None else {"Content-Type": "application/json"}
         options: Any = {"content": content, "headers": headers, "extensions": {"trace": self._trace}}
         with client.http.stream(method, f"{client.url}{self.path}", **options) as response:
+            has_lines = stays_open and response.status_code == 200
+            limit = LONGEST if has_lines else LARGEST
             for part in response.iter_bytes():
                 parts += part
-                if len(parts) > LARGEST:
-                    raise EngineError(f"{client.name}: its answer has more than {LARGEST >> 20} MiB")
-                if stays_open and response.status_code == 200:
+                if has_lines:
                     *lines, parts = parts.split(b"\n")
                     for line in filter(None, lines):
-                        self._read_line(line)
+                        if b'"error"' in line:
+                            raise client.to_error(500, self.path, bytes(line))
+                        self.lines += 1
+                if len(parts) > limit:
+                    raise EngineError(f"{client.name}: its answer to {self.path} has more than {limit >> 10} KiB")
         if response.status_code != 200:
             raise client.to_error(response.status_code, self.path, bytes(parts))
-        if stays_open and parts:
-            self._read_line(parts)
         return bytes(parts)
-
-    def _read_line(self, line: bytearray) -> None:
-        if b'"error"' in line:
-            raise self.client.to_error(500, self.path, bytes(line))
-        self.lines += 1
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._stream = info["return_value"]
             if self._is_cut:
                 self.cut()
-
-
-def infer_payload(requests: Sequence[Request], question: str) -> dict[str, Any]:
-    """Return the body of one call, whose requests all decode alike. `question` is that of requests without their
-    own. The body sets every sampling field, because ms-swift takes missing ones from the model's
-    `generation_config.json`."""
-    decode = common_decode(requests)
-    if decode.mode == "beam":
-        raise EngineError("rollout servers have no beam search", "set rollout_backend: hf, or decode_mode: greedy")
-    if decode.stop_bias:
-        raise EngineError(
-            f"rollout servers cannot decode with a stop bias, and this request has {decode.stop_bias:g}",
-            "use `coordexp predict --stop-bias`, which asks no server, or a stop bias of 0",
-        )
-    sampling = decode.mode == "sampling"
-    infer_requests = []
-    for request in requests:
-        own = LearnerFields(seed=request.seed, guard=decode.guard.enabled, size=request.image.size)
-        infer_request = InferRequest(
-            messages=[ChatMessage(role="user", content=_content(request, question))],
-            images=[_name_image(request.image.path)],
-            data_dict={OWN_KEY: own.to_json()},
-        )
-        infer_requests.append(infer_request.to_json())
-    config = RequestConfig(
-        max_tokens=decode.max_new_tokens,
-        temperature=decode.temperature if sampling else 0.0,
-        top_k=decode.top_k if sampling else -1,
-        top_p=decode.top_p if sampling else 1.0,
-        repetition_penalty=1.0,
-        stop=[],
-        seed=requests[0].seed,
-        n=1,
-        return_details=True,
-        logprobs=True,
-    )
-    return InferCall(infer_requests=infer_requests, request_config=config).to_json()
-
-
-def _name_image(address: str) -> str:
-    """Return an image in the form of a request: the path of a file, which a server reads itself, or else its bytes
-    in base64."""
-    if is_file(address):
-        return str(Path(address).absolute())
-    with explain(OSError, f"{address}: not a readable image", UNREADABLE):
-        content = read_image_bytes(address)
-    return f"data:application/octet-stream;base64,{base64.b64encode(content).decode('ascii')}"
-
-
-def _content(request: Request, question: str) -> str:
-    text = request.question or question
-    if IMAGE in text:
-        raise EngineError(
-            f"{request.image.path}: its prompt contains {IMAGE}, which marks the place of the image in requests "
-            "to servers",
-            f"write the prompt without {IMAGE}: the image always comes first",
-        )
-    return IMAGE + text
-
-
-@dataclass(frozen=True)
-class ServerAnswer:
-    """An answer as a server returns it: possibly with its stop token, and with the version of the weights, if the
-    server reports one."""
-
-    prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    version: str | None
-
-
-def read_answers(body: bytes, requests: Sequence[Request], server: str) -> list[ServerAnswer]:
-    """Return the answers in the order of the requests. Raise an error that names the image of the first request
-    that failed: ServerLost if the engine failed at it, and EngineError if the request was wrong."""
-    items, count = read_json(body, server, "/infer/"), len(requests)
-    if not isinstance(items, list) or len(items) != count:
-        actual = f"{len(items)} items" if isinstance(items, list) else f"a {type(items).__name__}"
-        raise unreadable(server, "/infer/", f"{actual} where a list of {count} should be")
-    for request, item in zip(requests, items, strict=True):
-        if isinstance(item, dict) and "error" in item:
-            reason, fix, code = read_error(item)
-            problem = f"{request.image.path}: {server} could not answer it: {reason or 'it gave no reason'}"
-            raise (ServerLost if code == ENGINE_FAULT else EngineError)(problem, fix)
-    answers = check_form(list[InferItem], items, server, "/infer/")
-    return [_read_answer(item, f"[{index}].response", server) for index, item in enumerate(answers)]
-
-
-def _read_answer(item: InferItem, at: str, server: str) -> ServerAnswer:
-    response = item.response
-    if len(response.choices) != 1:
-        problem = f"{at}.choices has {len(response.choices)} answers where 1 should be"
-        raise unreadable(server, "/infer/", problem)
-    choice = response.choices[0]
-    if response.prompt_token_ids is None or choice.token_ids is None or choice.logprobs is None:
-        raise unreadable(server, "/infer/", f"{at}: prompt_token_ids, token_ids or logprobs is missing")
-    logprobs = tuple(token["logprob"] for token in choice.logprobs.content)
-    if len(logprobs) != len(choice.token_ids):
-        problem = f"{at}.choices[0]: {len(choice.token_ids)} token_ids and {len(logprobs)} logprobs"
-        raise unreadable(server, "/infer/", problem)
-    version = item.rollout_infos.weight_version if item.rollout_infos else None
-    ids = tuple(choice.token_ids)
-    return ServerAnswer(tuple(response.prompt_token_ids), ids, logprobs, choice.finish_reason, version)
-
-
-def to_rollout(
-    answer: ServerAnswer, guard: RepeatTerminate, pattern: Sequence[int], table: VocabularyTable, version: int
-) -> Rollout:
-    """Return the answer as a rollout, without its stop token, which a server may or may not have sent."""
-    ids, reason = cut_at_end(answer.ids, table.end_of_turn, guard, pattern)
-    if reason == "length" and answer.finish_reason != "length":  # it ended with another token than the end of turn
-        reason = "repeat" if answer.finish_reason == "repeat" else "stop"
-        other = [table.tokenizer.token_to_id(name) for name in STOP_TOKENS]
-        ids = ids[:-1] if ids and ids[-1] in other else ids
-    return Rollout.of(table, answer.prompt_ids, ids, answer.logprobs, reason, version)

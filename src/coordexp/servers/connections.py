@@ -7,7 +7,6 @@ nothing is not closed: a server that listens for more than a trusted network bel
 
 import hmac
 import json
-import resource
 import socket
 from contextlib import suppress
 from typing import Any
@@ -41,18 +40,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def raise_file_limit() -> None:
-    """Allow this process as many open files as the system permits."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 # The arguments that uvicorn is started with. Of its two HTTP parsers, only h11 limits the size of a header.
 UVICORN: dict[str, Any] = {
     "http": "h11",
     "h11_max_incomplete_event_size": MOST_HEADER,
     "ws": "none",
     "backlog": BACKLOG,
+    "log_config": None,  # its records are written as all others are
     "log_level": "warning",
     "access_log": False,
     "timeout_graceful_shutdown": 3,
@@ -87,27 +81,17 @@ class AccessControl:
 
         await self.app(scope, receive_checked, send)
 
-    def _has_token(self, values: list[bytes]) -> bool:
-        expected = f"Bearer {self.token}".encode()
-        return bool(self.token) and len(values) == 1 and hmac.compare_digest(values[0], expected)
-
     def _check(self, path: str, lines: list[tuple[bytes, bytes]]) -> Refusal | None:
-        is_probe, headers = path in PROBES, dict(lines)
-        is_known = self._has_token([value for name, value in lines if name == b"authorization"])
-        if self.token and not is_probe and not is_known:
-            return Refusal(
-                401,
-                "no_token",
-                "this server requires a token",
-                "set COORDEXP_SERVER_TOKEN to the same value for the server and the learner",
-            )
-        if not self.token and not is_probe and not _is_for_this_machine(headers):
-            return Refusal(
-                421,
-                "other_host",
-                "the request is from a web page or names another host, and this server has no token",
-                "use 127.0.0.1 or localhost in base_url, or set COORDEXP_SERVER_TOKEN on both ends",
-            )
+        headers, expected = dict(lines), f"Bearer {self.token}".encode()
+        values = [value for name, value in lines if name == b"authorization"]
+        is_known = len(values) == 1 and hmac.compare_digest(values[0], expected)
+        if self.token and path not in PROBES and not is_known:
+            fix = "set COORDEXP_SERVER_TOKEN to the same value for the server and the learner"
+            return Refusal(401, "no_token", "this server requires a token", fix)
+        if not self.token and path not in PROBES and not _is_for_this_machine(headers):
+            problem = "the request is from a web page or names another host, and this server has no token"
+            fix = "use 127.0.0.1 or localhost in base_url, or set COORDEXP_SERVER_TOKEN on both ends"
+            return Refusal(421, "other_host", problem, fix)
         if int(headers.get(b"content-length", b"0")) > MOST_BYTES:
             return too_large(f"{MOST_BYTES} bytes")
         if b"content-length" in headers and b"transfer-encoding" in headers:
@@ -128,9 +112,8 @@ def _is_for_this_machine(headers: dict[bytes, bytes]) -> bool:
 
 
 def too_large(limit: str) -> Refusal:
-    return Refusal(
-        413, "too_large", f"more than {limit} in one call", "send fewer requests in a call, or paths of images"
-    )
+    fix = "send fewer requests in a call, or paths of images"
+    return Refusal(413, "too_large", f"more than {limit} in one call", fix)
 
 
 def to_response(refusal: Refusal) -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 from coordexp.config.rollout import ENGINE_STEP_TOKENS
 from coordexp.errors import EngineError
 from coordexp.rollout.start import EngineSetup, check_vocabulary, lora_arguments, lora_request
-from coordexp.servers.processes import cause, has_ended, starting, stop_engine
+from coordexp.servers.processes import has_ended, starting, stop_engine
 from coordexp.servers.protocol import Refusal, bad_request
 
 SERVER_SIDE = "coordexp.servers.worker.ServerSide"
@@ -21,7 +21,8 @@ PING = 15.0  # seconds between two pings, at most: after each, a worker of vLLM 
 LOOK = 0.5  # seconds between two checks for a reply
 # The sampling of a learner. Without a seed, vLLM also compiles what clients without seeds use.
 FIRST_ANSWERS = {"temperature": 1.0, "top_k": 2, "top_p": 0.9, "max_tokens": 2, "logprobs": 0, "ignore_eos": True}
-ENDING = 3.0  # seconds to wait for the end of an engine that has begun to refuse calls
+# vLLM refuses calls a moment before its process ends, with a message about something else.
+ENDING = 3.0  # seconds to wait for the end of an engine that has refused a call
 
 
 class ServedEngine:
@@ -148,19 +149,15 @@ class ServedEngine:
         try:
             failures = await self._call_workers("coordexp_try", method, *arguments)
         except Exception as error:
-            if await self._is_ending():
+            until = time.monotonic() + ENDING
+            while not self.has_ended and time.monotonic() < until:
+                await asyncio.sleep(0.05)
+            if self.has_ended:
                 raise engine_ended(f"it ended while its workers ran {method}") from error
-            raise EngineError(cause(str(error)) or type(error).__name__) from error
+            problem = str(error).removeprefix("Call to collective_rpc method failed: ")
+            raise EngineError(problem or type(error).__name__) from error
         for problem, fix in filter(None, failures):
             raise EngineError(problem, fix)
-
-    async def _is_ending(self) -> bool:
-        """Return True if the engine has ended or ends within a few seconds. vLLM refuses calls a moment before its
-        process ends, with a message about something else."""
-        until = time.monotonic() + ENDING
-        while not self.has_ended and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        return self.has_ended
 
     async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker of every replica, and return all results in the order of the ranks.

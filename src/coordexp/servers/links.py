@@ -1,156 +1,187 @@
-"""The connections of a rank to the servers that it sends weights to. They are opened at the first sync, closed
-when a server fails, and opened again when it is back."""
+"""A rank's link with one server: the group that weights travel over, and the check that the server fits.
 
+At every level, from here to the workers of a server, an update has the same calls: `begin`, one `load` for each
+bucket, and `finish`, over a group that was joined with `join`.
+"""
+
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
+from uuid import uuid4
 
 import torch
+from torch import Tensor
 
 from coordexp.errors import EngineError
+from coordexp.rollout.backend import AdapterConfig
 from coordexp.rollout.start import EngineSetup
-from coordexp.servers import swift_servers
-from coordexp.servers.client import ALTERNATIVES, OTHERWISE, ServerClient, ServerFacts, ServerLost
-from coordexp.servers.pool import Loss
+from coordexp.servers.client import Call, ServerClient, ServerFacts, ServerLost
 from coordexp.servers.protocol import (
+    BeginUpdate,
+    JoinGroup,
     ServerVersion,
+    WeightMessage,
+    WeightVersion,
     WorldSize,
     model_difference,
     model_fingerprint,
+    read_response,
     read_version,
 )
-from coordexp.servers.send import Link
+from coordexp.servers.transfer import Metadata, WeightGroup, join
 from coordexp.tasks import Task
 
-NOTIFY_EVERY = 10.0  # seconds between two messages about a server that is waited for
-RETURNING = 30.0  # seconds that a server which is back may take to join, while others wait for it
-PAUSE = 30.0  # seconds between two attempts to connect to a server that could not be used, while others answer
-LEAVING = 2.0  # seconds that the end of a run waits for its groups to be left
+LOOK = 0.02  # seconds between two looks at a group that is not complete
+LATE = 0.5  # seconds in which a thread with the same deadline ends by itself
 SAME_CONFIG = "start it with the config that the learner has"
-PROBLEMS = {
-    "refused": "nothing listens there",
-    "silent": "it does not respond",
-    "failed": "it reports that its engine has ended or hangs",
-}
 
 
-class NotUp(ServerLost):
-    """Nothing listens, or the server reports that it cannot work. It may just be starting."""
+@dataclass(frozen=True)
+class FlatBucket:
+    """A bucket in its buffer. `following` is the length of the next one, and 0 after the last."""
+
+    metadatas: list[Metadata]
+    part: Tensor
+    following: int
 
 
-@dataclass
-class Links:
-    """The open links by server. `clients` are those of the servers that this rank sends weights to, and `devices`
-    are those of all learner ranks."""
+class Link:
+    """A rank's group with one server. The server is this learner's until the connection of the group closes."""
 
-    clients: Mapping[int, ServerClient]
-    setup: EngineSetup
-    notify: Callable[[str], None]
-    devices: Sequence[str] = ()
-    open: dict[int, Link] = field(default_factory=dict)
-    _attempts: dict[int, float] = field(default_factory=dict)  # when a server was last tried
-    _leaving: list[Task[None]] = field(default_factory=list)
+    def __init__(
+        self, client: ServerClient, world_size: int, device: torch.device, until: float, sync: float
+    ) -> None:
+        """Join a group with the server until `until`. Later, a transfer over it may take `sync` seconds."""
+        self.client, self.name = client, uuid4().hex
+        self.is_torn = False  # the group may still carry weights that the server no longer expects
+        self._loading: Call | None = None  # the load that the server has not answered yet
+        message = JoinGroup(
+            group=self.name,
+            learner=f"{socket.gethostname()}:{os.getpid()}",
+            port=client.group_port,
+            world_size=world_size + 1,
+            timeout_s=max(sync, until - time.monotonic()),
+        )
+        self._joined = Call(client, "POST", "/init_communicator/", message.to_json(), stays_open=True)
+        try:
+            self.group = self._join(message, device, until)
+        except BaseException:
+            self._joined.cut()
+            raise
 
     @property
-    def timeout(self) -> float:
-        return self.setup.settings.vllm.server.timeout_s
+    def is_alive(self) -> bool:
+        return not self._joined.has_ended
 
-    def connect_all(self) -> dict[int, ServerFacts]:
-        """Connect to all servers, at the beginning of a run, and return their facts. Raise EngineError if one
-        cannot be used, or is not up in time."""
-        began = notified = time.monotonic()
-        while missing := [index for index in self.clients if index not in self.open]:
-            errors = self.connect(missing, began + self.timeout, at_once=True)
-            now = time.monotonic()
-            for error in errors.values():
-                if isinstance(error, NotUp) and now - began < self.timeout:
-                    continue
-                self.close()
-                fixes = [error.fix, "" if ALTERNATIVES in error.fix else f"without servers: {ALTERNATIVES}"]
-                raise EngineError(error.problem, "; ".join(filter(None, fixes))) from error
-            for index in errors if now - notified >= NOTIFY_EVERY else ():
-                name, notified = self.clients[index].name, now
-                self.notify(f"waiting for {name}: {now - began:.0f} of {self.timeout:g} s")
-            if errors:
-                time.sleep(min(client.timeouts.poll for client in self.clients.values()))
-        return {index: client.facts for index, client in self.clients.items() if client.facts}
+    def check(self) -> None:
+        """Raise the error of a load that has failed meanwhile, or ServerLost if the server does not respond."""
+        if (loading := self._loading) is not None:
+            loading.check()
 
-    def connect(self, indices: Sequence[int], until: float, at_once: bool) -> dict[int, EngineError]:
-        """Connect to those of these servers that are up, and return the errors of the others. A server that
-        responded but could not be used is not tried at every step, except with `at_once`."""
-        now = time.monotonic()
-        due = [index for index in indices if at_once or now - self._attempts.get(index, -PAUSE) >= PAUSE]
-        until = max(now + 1.0, until)
-        errors = {}
-        for index, task in {k: Task(self._connect, self.clients[k], until) for k in due}.items():
-            if (error := task.failure(EngineError)) is None:
-                self.open[index] = task.result()
-                self._attempts.pop(index, None)
-            else:
-                errors[index] = error
-        return errors
+    def begin(self, version: str, adapter: AdapterConfig | None, until: float) -> None:
+        """Begin an update of whole weights, or of an adapter with this config."""
+        if self.is_torn:
+            raise ServerLost(f"{self.client.name}: it refused weights while they were being sent to it")
+        message = BeginUpdate(group=self.name, version=version, adapter=adapter)
+        self.client.post("/begin_update/", message.to_json(), until)
+        self.is_torn = True
 
-    def drop_ended(self) -> dict[int, Loss]:
-        """Drop the links that their servers have closed, and return the losses of these servers."""
-        ended = {
-            index: Loss(f"{link.client.name}: it has left the group for weights")
-            for index, link in self.open.items()
-            if not link.is_alive
-        }
-        for index in ended:
-            self.drop(index)
-        return ended
+    def load(self, bucket: FlatBucket, until: float) -> None:
+        """Send a bucket. Return once the server has received it: it loads it while it receives the next one, whose
+        length it knows."""
+        message = {"group": self.name, "metadatas": bucket.metadatas, "next_bytes": bucket.following}
+        is_expected = self._loading is not None
+        if not is_expected:
+            self._begin_load(message, until)
+        if bucket.part.device.type == "cuda":
+            torch.cuda.set_device(bucket.part.device)
+        try:
+            self.group.broadcast(bucket.part)
+        except (RuntimeError, ValueError) as error:
+            self._wait_for_load(until)  # the server may say why
+            raise ServerLost(f"{self.client.name}: {error}") from error
+        if is_expected:
+            self._begin_load(message, until)
 
-    def drop(self, index: int) -> None:
-        if (link := self.open.pop(index, None)) is not None:
-            self._leaving.append(link.close())
+    def finish(self, version: str, until: float) -> None:
+        """Return once the server has put the weights into use, has cleared its caches, and reports the version."""
+        self._wait_for_load(until)
+        self.is_torn = False
+        name, route = self.client.name, "/finish_update/"
+        body = self.client.post(route, WeightMessage(group=self.name).to_json(), until)
+        reported = read_response(WeightVersion, body, name, route).weight_version
+        if reported == version:
+            reported = self.client.read(WeightVersion, "/version/").weight_version
+        if reported != version:
+            raise ServerLost(f"{name}: version {version} was sent, but it reports version {reported}")
 
-    def close(self) -> None:
-        """Leave all groups. The process must not end while a thread leaves a group: gloo would abort it."""
-        for index in list(self.open):
-            self.drop(index)
-        until = time.monotonic() + LEAVING
-        for task in self._leaving:
-            task.done.wait(max(0.0, until - time.monotonic()))
+    def close(self) -> Task[None]:
+        """Close the link, in whatever state the server is, which notices that by itself. The task that is returned
+        may wait for a peer that is gone."""
+        self._joined.cut()
+        return Task(self.group.close)
 
-    def _connect(self, client: ServerClient, until: float) -> Link:
-        if (health := client.health()) != "ok":
-            raise NotUp(
-                f"{client.name}: {PROBLEMS[health]} ({client.url}/health/)",
-                f"start it with `coordexp serve --config X.yaml --index {client.index}`, raise server.timeout_s, "
-                f"correct rollout_matching.vllm.server.servers[{client.index}].base_url, {OTHERWISE}",
-            )
-        self._attempts[client.index] = time.monotonic()
-        facts = examine_server(client, self.setup, self.devices)
-        kind = Link if facts.reports_version else swift_servers.SwiftLink
-        sync = self.setup.settings.vllm.sync.timeout_s
-        return kind(client, facts.world_size, self.setup.device, until, sync, self.notify)
+    def _begin_load(self, message: dict[str, Any], until: float) -> None:
+        self._wait_for_load(until)
+        self._loading = Call(self.client, "POST", "/load_bucket/", message)
+
+    def _wait_for_load(self, until: float) -> None:
+        if self._loading is not None:
+            self._loading.result(until)
+        self._loading = None
+
+    def _join(self, message: JoinGroup, device: torch.device, until: float) -> WeightGroup:
+        """Return the group: the server's workers, and this process as the last rank."""
+        host, port, size = urlsplit(self.client.url).hostname or "127.0.0.1", message.port, message.world_size
+        while True:  # an attempt to join before the port is open could disturb the next one
+            self._joined.check()
+            is_taken = self._joined.lines >= 1  # the server is this learner's, and has left the group before
+            if is_taken:
+                with suppress(OSError):
+                    socket.create_connection((host, port), timeout=1).close()
+                    break
+            if time.monotonic() >= until:
+                raise self._no_group("nothing listens there" if is_taken else "the server has not let this one in")
+            time.sleep(LOOK)
+        group = Task(join, host, port, size - 1, size, device, message.timeout_s)
+        while not (group.done.is_set() and self._joined.lines == 2) and group.error is None:
+            self._joined.check()
+            if time.monotonic() >= until + LATE:
+                raise self._no_group(f"it was not complete after {until - self._joined.since:.1f} s")
+            time.sleep(LOOK)
+        self._joined.check()
+        if group.error is not None:
+            raise self._no_group(str(group.error).splitlines()[0]) from group.error
+        return group.result()
+
+    def _no_group(self, reason: str) -> ServerLost:
+        return ServerLost(
+            f"{self.client.name}: no group for weights at its group_port {self.client.group_port}: {reason}",
+            "the port must be free on the server's machine and open to the learner's",
+        )
 
 
 def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence[str]) -> ServerFacts:
     """Set and return the facts of a client. Raise EngineError if its server does not fit the learner.
-    `devices` are those of all learner ranks. A server without our version route is one of ms-swift."""
+    `devices` are those of all learner ranks."""
     size = client.read(WorldSize, "/get_world_size/").world_size
-    body = client.get_if_present("/version/?full=1")
-    if body is None:
-        client.facts, guard = swift_servers.read_facts(client, size, learner.settings.repeat_terminate)
-        if guard is not None:
-            _check_guard(client.name, guard, learner)
-        return client.facts
-    version = read_version(body, client.name)
+    version = read_version(client.get("/version/?full=1"), client.name)
     if version.world_size != size:
         raise EngineError(
             f"{client.name}: /get_world_size/ says {size}, but /version/ says {version.world_size}",
             "this should not happen; start the server again",
         )
-    _check_version(client.name, version, learner, devices)
+    check_version(client.name, version, learner, devices)
     client.facts = ServerFacts(size, version.max_model_len, version.boot)
     return client.facts
 
 
-def _check_version(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
+def check_version(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
     """Raise EngineError unless the server has the learner's model, dtype, length and guard, on other devices."""
     if difference := model_difference(model_fingerprint(learner.folder, learner.image_size), version.model):
         raise EngineError(
@@ -166,32 +197,15 @@ def _check_version(server: str, version: ServerVersion, learner: EngineSetup, de
         raise EngineError(
             f"{server}: its max_model_len is {version.max_model_len}, but the learner's is {length}", SAME_CONFIG
         )
-    _check_guard(server, version.guard, learner)
-    if shared := set(map(normalise_device, version.devices)) & set(map(normalise_device, filter(None, devices))):
-        raise EngineError(
-            f"{server}: it runs on {', '.join(sorted(shared))}, which a learner rank uses too",
-            "give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate",
-        )
-
-
-def _check_guard(server: str, theirs: dict[str, Any], learner: EngineSetup) -> None:
-    ours = learner.settings.repeat_terminate.model_dump(mode="json")
+    theirs, ours = version.guard, learner.settings.repeat_terminate.model_dump(mode="json")
     if different := sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name)):
         name = different[0]
         raise EngineError(
             f"{server}: its repeat_terminate.{name} is {theirs.get(name)}, but the learner's is {ours.get(name)}",
             f"a server loads its guard when it starts: {SAME_CONFIG}",
         )
-
-
-def own_device(device: torch.device) -> str:
-    """Return the GPU of this process, with the name of its machine. Return an empty text without a GPU."""
-    if device.type != "cuda":
-        return ""
-    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
-
-
-def normalise_device(device: str) -> str:
-    """Return the device with the id of its GPU in one form, since ids are written in several."""
-    host, _, identity = device.rpartition("/")
-    return f"{host}/{identity.removeprefix('GPU-').lower()}"
+    if shared := set(version.devices) & set(devices):
+        raise EngineError(
+            f"{server}: it runs on {', '.join(sorted(shared))}, which a learner rank uses too",
+            "give them GPUs of their own (CUDA_VISIBLE_DEVICES), or set rollout_matching.vllm.mode: colocate",
+        )

@@ -6,7 +6,7 @@ reason. It rejoins only by a full sync of the version that is current then.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -50,31 +50,9 @@ class Pool:
     def out(self) -> dict[int, Loss]:
         return {k: state for k, state in enumerate(self.states) if isinstance(state, Loss)}
 
-    @property
-    def behind(self) -> tuple[int, ...]:
-        """The servers that need a sync."""
-        return tuple(k for k in range(len(self.states)) if k not in self.usable)
-
-    def advance_to(self, version: int) -> "Pool":
-        """Return the pool after the learner got new weights, which no server has yet."""
-        return replace(self, version=version)
-
-    def mark_synced(self, server: int, version: int) -> "Pool":
-        """Mark the server as holding `version`. It rejoins the pool only if that is the current version."""
-        return self._with_state(server, version) if version == self.version else self
-
-    def mark_lost(self, server: int, loss: Loss) -> "Pool":
-        """Mark the server as out. If it is out already, keep the first reason."""
-        return self if isinstance(self.states[server], Loss) else self._with_state(server, loss)
-
-    def mark_failed(self, server: int, loss: Loss) -> "Pool":
-        """Mark the server as out because an attempt to bring it back failed. Keep this newest reason."""
-        return self._with_state(server, loss)
-
-    def _with_state(self, server: int, state: int | Loss) -> "Pool":
-        states = list(self.states)
-        states[server] = state
-        return replace(self, states=tuple(states))
+    def mark(self, server: int, state: int | Loss) -> "Pool":
+        """Set the state of a server: it has the weights of a version, or it is out."""
+        return replace(self, states=(*self.states[:server], state, *self.states[server + 1 :]))
 
     def capacity(self, decode_batch_size: int, learners: int) -> int:
         """Return how many requests one learner rank may have out at once: with all ranks, no more than the usable
@@ -127,19 +105,11 @@ class Window:
     """The requests of one rank: a queue of those that wait, and those that are open on a server.
 
     If all of them may be open at once, each server gets its contiguous chunk in one call. Otherwise as many as may
-    be open go out in contiguous chunks, one call per request, and each time that one is answered, the next in the
-    queue goes to the server with the most room. So no server idles while requests wait. The servers in `serial`
-    answer one call at a time; they get as many requests in a call as may be open."""
+    be open go out in contiguous chunks, one call per request, and each time that one is answered, its server gets
+    the next in the queue. So no server idles while requests wait."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        decode_batch_size: int,
-        rank: int = 0,
-        learners: int = 1,
-        serial: frozenset[int] = frozenset(),
-    ) -> None:
-        self.pool, self.serial = pool, serial
+    def __init__(self, pool: Pool, decode_batch_size: int, rank: int = 0, learners: int = 1) -> None:
+        self.pool = pool
         self._batch, self._rank, self._learners = decode_batch_size, rank, learners
         self._waiting: deque[int] = deque()
         self._open: dict[int, list[Chunk]] = {server: [] for server in pool.usable}
@@ -157,14 +127,18 @@ class Window:
         """Return the calls that may be made now. They count as open until `close` or `lose`."""
         capacity = self.pool.capacity(self._batch, self._learners)
         fits = self.is_idle and len(self._waiting) <= capacity
-        if self.is_idle:
-            counts = self.pool.split(min(capacity, len(self._waiting)), self._rank, self._learners)
-        else:
-            counts = self._fill(capacity)
-        calls = self._take(counts, one_by_one=not fits)
-        for call in calls:
+        most = self.pool.split(len(self._waiting) if fits else capacity, self._rank, self._learners)
+        is_open = {server: sum(len(part) for _, part in calls) for server, calls in self._open.items()}
+        left = capacity - sum(is_open.values())  # below 0 if the capacity has shrunk
+        made: list[Chunk] = []
+        for server, count in most.items():
+            free = min(count - is_open[server], left, len(self._waiting))
+            part = tuple(self._waiting.popleft() for _ in range(free))
+            left -= len(part)
+            made += [(server, part)] if fits and part else [(server, (request,)) for request in part]
+        for call in made:
             self._open[call[0]].append(call)
-        return calls
+        return made
 
     def close(self, call: Chunk) -> None:
         """Note that the requests of a call are answered."""
@@ -176,35 +150,7 @@ class Window:
         forgets all that wait."""
         if server not in self._open:
             return
-        self.pool = self.pool.mark_lost(server, loss)
+        self.pool = self.pool.mark(server, loss)
         self._waiting.extendleft(sorted((k for _, part in self._open.pop(server) for k in part), reverse=True))
         if not self._open:
             self._waiting.clear()
-
-    def _fill(self, capacity: int) -> dict[int, int]:
-        """Return how many requests each server gets beside those that are open: at most its part of the capacity,
-        rounded up. The first goes to the server with the most room."""
-        servers = self.pool.rotate_servers(self._rank, self._learners)
-        sizes = {server: self.pool.world_sizes[server] for server in servers}
-        is_open = {server: sum(len(part) for _, part in self._open[server]) for server in sizes}
-        room = {k: -(-capacity * size // sum(sizes.values())) - is_open[k] for k, size in sizes.items()}
-        room |= {server: 0 for server in self.serial if is_open.get(server)}
-        counts = dict.fromkeys(sizes, 0)
-        for _ in range(min(len(self._waiting), capacity - sum(is_open.values()))):
-            server = max(room, key=lambda k: room[k])
-            if room[server] <= 0:
-                break
-            room[server] -= 1
-            counts[server] += 1
-        return counts
-
-    def _take(self, counts: Mapping[int, int], one_by_one: bool) -> list[Chunk]:
-        """Take the next requests from the queue, for one server after the other."""
-        calls: list[Chunk] = []
-        for server, count in counts.items():
-            part = tuple(self._waiting.popleft() for _ in range(count))
-            if one_by_one and server not in self.serial:
-                calls += [(server, (request,)) for request in part]
-            elif part:
-                calls.append((server, part))
-        return calls

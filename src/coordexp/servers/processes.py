@@ -6,7 +6,6 @@ when the server ends, however that happens.
 
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from coordexp import child_processes
-from coordexp.errors import EngineError, UserError
-from coordexp.logs import capture_children
-from coordexp.rollout.start import EngineSetup, engine_arguments, first_sentence
+from coordexp.rollout.start import EngineSetup, engine_arguments, explain_start
 
 
 @contextmanager
@@ -34,18 +31,9 @@ def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
     log = folder / "errors"
     log.touch()
     resource_tracker.ensure_running()  # starting it later would unblock the signals
-    with _blocked_signals(), capture_children(), tied_to_owner():
-        try:
-            yield {
-                **engine_arguments(setup),
-                "worker_extension_cls": side,
-                "logging_config": _log_errors_to(log),
-            }
-        except UserError:
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            problem = _first_error(log.read_text(encoding="utf-8")) or first_sentence(str(error))
-            raise EngineError(f"vLLM did not start: {problem}", setup.fixes.choose(problem)) from error
+    with _blocked_signals(), tied_to_owner(), explain_start(setup.fixes, log):
+        own = {"worker_extension_cls": side, "logging_config": _log_errors_to(log)}
+        yield engine_arguments(setup) | own
 
 
 @contextmanager
@@ -87,10 +75,8 @@ def run_coordinator(**arguments: Any) -> None:
 def end_with_parent() -> None:
     """Have Linux kill this process of an engine when its parent ends, whatever both are doing at that time:
     otherwise it would live on and keep its memory. The parent of a worker is the engine."""
-    child_processes.end_with_parent()
     parent = parent_process()
-    if parent is not None and parent.pid != os.getppid():  # it has ended before
-        os._exit(1)
+    child_processes.end_with_parent(parent.pid if parent and parent.pid else os.getppid())
 
 
 def has_ended(core: Any) -> bool:
@@ -99,14 +85,6 @@ def has_ended(core: Any) -> bool:
     if resources.engine_dead or resources.engine_manager is None:
         return True
     return not all(process.is_alive() for process in _processes(core))
-
-
-def cause(message: str) -> str:
-    """Return the error message of a worker, without the text that vLLM puts around it."""
-    message = message.removeprefix("Call to collective_rpc method failed: ")
-    return message.removeprefix("Worker failed with error '").removesuffix(
-        "', please check the stack trace above for the root cause"
-    )
 
 
 def stop_engine(core: Any) -> None:
@@ -140,12 +118,6 @@ def _log_errors_to(log: Path) -> Any:
     config = log.with_name("logging.json")
     config.write_bytes(json.dumps(DEFAULT | {"handlers": handlers, "loggers": {"vllm": logger}}).encode())
     return LoggingConfig(pylogging_config_file=str(config))
-
-
-def _first_error(log: str) -> str | None:
-    """Return the first exception in a log, which caused the others, or None."""
-    match = re.search(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", log, re.MULTILINE)
-    return match and (match[2] if match[1] in ("ValueError", "RuntimeError") else f"{match[1]}: {match[2]}")
 
 
 def _set_environment(folder: Path) -> None:

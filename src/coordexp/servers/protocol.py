@@ -357,7 +357,7 @@ def _describe_fault(error: ValidationError) -> str:
 def unreadable(server: str, route: str, problem: str) -> EngineError:
     return EngineError(
         f"{server}: its answer to {route} cannot be read: {problem}",
-        "the server must use this release's protocol, or that of `swift rollout`; see what it printed",
+        "the server must use this release's protocol; see what it printed",
     )
 
 

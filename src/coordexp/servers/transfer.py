@@ -1,13 +1,12 @@
 """How weights travel to a rollout server: the layout of a bucket, and the group that passes it on. Both ends use
 this module.
 
-Servers get weights bucket by bucket, each as one buffer of bytes, in the format of ms-swift. The workers of a
-server get it in a `WeightGroup`: with NCCL between GPUs, with gloo between CPUs. As in ms-swift, the server's
-first worker hosts the store where the group meets, its workers are the first ranks, and the learner is the last.
+Servers get weights bucket by bucket, each as one buffer of bytes. The workers of a server get it in a
+`WeightGroup`: with NCCL between GPUs, with gloo between CPUs. The server's first worker hosts the store where the
+group meets, its workers are the first ranks, and the learner is the last.
 
 Before each bucket the ranks of a group agree on its length. Without that, gloo aborts the process of a worker that
-receives more bytes than it expects, and NCCL waits forever for missing ones. A server of ms-swift does not take
-part in that, so in a group with one (`plain`) there is no such check.
+receives more bytes than it expects, and NCCL waits forever for missing ones.
 """
 
 import socket
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ def flatten(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> tuple[list
         end = start + weight.nbytes
         buffer[start:end].view(weight.dtype).view(weight.shape).copy_(weight)
         metadata = {"name": name, "shape": list(weight.shape), "dtype": str(weight.dtype)}
-        metadatas.append(metadata | {"start_idx": start, "end_idx": end, "numel": weight.numel()})
+        metadatas.append(metadata | {"start_idx": start, "end_idx": end})
         start += align_size(weight.nbytes)
     return metadatas, buffer[:size]
 
@@ -102,89 +101,74 @@ def _dtype(metadata: Metadata) -> Any:
 # Groups
 
 
-class WeightGroup(Protocol):
+class WeightGroup:
+    """The group of a learner and the workers of one server, between CPUs. The constructor returns once all ranks
+    have joined: rank 0 listens on `host`, and the others connect to it there."""
+
+    _group: Any  # a group of torch's
+
+    def __init__(self, host: str, port: int, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        self._learner, self._device, self._timeout = size - 1, device, timeout
+        self._store = _open_store(host, port, rank, size, timeout)
+        self._connect(host, port, rank, size)
+
     def broadcast(self, buffer: Tensor) -> None:
         """Fill the buffers of all ranks with the learner's, and return when that is done. Raise ValueError on
         every rank, before anything is sent, if the buffers differ in length."""
-
-    def close(self) -> None: ...
-
-
-def join(
-    host: str, port: int, rank: int, size: int, device: torch.device, timeout: float, plain: bool = False
-) -> WeightGroup:
-    """Return the group, once all ranks have joined. Rank 0 listens on `host`, and the others connect to it there.
-    `plain` means that the other end is a server of ms-swift. On GPUs that uses vLLM's own group, which
-    unpickles what the first rank sends."""
-    if device.type != "cuda":
-        return _Gloo(host, port, rank, size, timeout, agree=not plain)
-    return _Nccl(host, port, rank, size, device, timeout, agree=not plain)
-
-
-def _store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
-    listening = _listen(host, port) if rank == 0 else None
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        _reachable(host),
-        port,
-        size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listening.detach() if listening else None,
-        use_libuv=True,
-    )
-
-
-class _Gloo:
-    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float, agree: bool) -> None:
-        self._store = _store(host, port, rank, size, timeout)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
-        options._timeout = timedelta(seconds=timeout)
-        self._group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
-        self._learner, self._agree = size - 1, agree
-
-    def broadcast(self, buffer: Tensor) -> None:
-        if self._agree:
-            lengths = _length_pair(buffer)
-            options = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-            self._group.allreduce([lengths], options).wait()
-            check_agreement(lengths, buffer)
-        self._group.broadcast(buffer, self._learner).wait()
+        pair = torch.tensor([buffer.numel(), -buffer.numel()], dtype=torch.int64, device=self._device)
+        check_agreement(self._maxima(pair), buffer)
+        self._send(buffer)
 
     def close(self) -> None:
         self._group = self._store = None
 
+    def _connect(self, host: str, port: int, rank: int, size: int) -> None:
+        family, _, _, _, address = socket.getaddrinfo(_reachable(host), port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # finds the address that reaches the host
+            probe.connect(address)
+            own_address = str(probe.getsockname()[0])
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+        options._timeout = timedelta(seconds=self._timeout)
+        self._group = dist.ProcessGroupGloo(self._store, rank, size, options)
 
-class _Nccl:
-    """NCCL on a stream of its own, so that a peer that is stuck blocks nothing else, and with a deadline, which
-    NCCL does not have. Joining the group has no deadline. Never run so far: no GPU was available."""
+    def _maxima(self, values: Tensor) -> Tensor:
+        """Return the largest values of all ranks."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._group.allreduce([values], options).wait()
+        return values
 
-    def __init__(
-        self, host: str, port: int, rank: int, size: int, device: torch.device, timeout: float, agree: bool
-    ) -> None:
+    def _send(self, buffer: Tensor) -> None:
+        self._group.broadcast(buffer, self._learner).wait()
+
+
+class GpuWeightGroup(WeightGroup):
+    """The same between GPUs, with NCCL on a stream of its own, so that a peer that is stuck blocks nothing else,
+    and with a deadline, which NCCL does not have. Joining the group has no deadline. Never run so far: no GPU was
+    available."""
+
+    def close(self) -> None:
+        self._nccl.destroy()
+
+    def _connect(self, host: str, port: int, rank: int, size: int) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-        from vllm.distributed.utils import StatelessProcessGroup
 
-        if agree:  # the first rank shares its id through the store as bytes, not as a pickle
-            store = _store(host, port, rank, size, timeout)
-            if rank == 0:
-                store.set("nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
-            self._nccl = PyNcclCommunicator.from_unique_id_bytes(bytes(store.get("nccl")), rank, size, device)
-        else:
-            self._nccl = PyNcclCommunicator(StatelessProcessGroup.create(host, port, rank, size), device=device)
+        if rank == 0:  # vLLM itself would share the id as a pickle
+            self._store.set("nccl", bytes(NCCLLibrary().ncclGetUniqueId().internal))
+        id = bytes(self._store.get("nccl"))
+        self._nccl = PyNcclCommunicator.from_unique_id_bytes(id, rank, size, self._device)
         if not self._nccl.available or self._nccl.disabled:  # it would silently broadcast nothing
-            raise RuntimeError(f"NCCL does not work on {device}")
-        self._learner, self._device = size - 1, device
-        self._timeout, self._agree = timeout, agree
+            raise RuntimeError(f"NCCL does not work on {self._device}")
         self._stream = torch.cuda.Stream(self._device)
 
-    def broadcast(self, buffer: Tensor) -> None:
-        if self._agree:
-            lengths, highest = _length_pair(buffer), torch.full((2,), -1, device=self._device)
-            self._run(self._nccl.all_reduce, lengths, highest, dist.ReduceOp.MAX, self._stream)
-            check_agreement(highest, buffer)
+    def _maxima(self, values: Tensor) -> Tensor:
+        maxima = torch.full_like(values, -1)
+        self._run(self._nccl.all_reduce, values, maxima, dist.ReduceOp.MAX, self._stream)
+        return maxima
+
+    def _send(self, buffer: Tensor) -> None:
         self._run(self._nccl.broadcast, buffer, self._learner, self._stream)
 
     def _run(self, work: Callable[..., object], *arguments: Any) -> None:
@@ -200,19 +184,17 @@ class _Nccl:
                 raise RuntimeError(f"no data for {self._timeout:g} s")
             time.sleep(0.0005)
 
-    def close(self) -> None:
-        self._nccl.destroy()
+
+def join(host: str, port: int, rank: int, size: int, device: torch.device, timeout: float) -> WeightGroup:
+    """Join a group as one of its ranks."""
+    kind = GpuWeightGroup if device.type == "cuda" else WeightGroup
+    return kind(host, port, rank, size, device, timeout)
 
 
-def _length_pair(buffer: Tensor) -> Tensor:
-    """Return the length of a buffer and its negative. Their maxima over all ranks are the lengths of the longest
-    buffer and, negated, of the shortest."""
-    return torch.tensor([buffer.numel(), -buffer.numel()], dtype=torch.int64, device=buffer.device)
-
-
-def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
-    """Raise ValueError if the ranks' buffers differ in length. `lengths` are the maxima of `_length_pair`."""
-    longest, shortest = int(lengths[0]), -int(lengths[1])
+def check_agreement(maxima: Tensor, buffer: Tensor) -> None:
+    """Raise ValueError if the ranks' buffers differ in length. `maxima` are the largest length of all ranks and
+    the largest negated length."""
+    longest, shortest = int(maxima[0]), -int(maxima[1])
     if not longest == shortest == buffer.numel():
         other = longest if buffer.numel() == shortest else shortest
         raise ValueError(
@@ -221,26 +203,34 @@ def check_agreement(lengths: Tensor, buffer: Tensor) -> None:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket for the store, which by itself would listen on every address."""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(1024)
-    except OSError as error:
-        listening.close()
-        raise RuntimeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listening
+def _open_store(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
+    """Return the store where the ranks of a group meet. By itself it would listen on every address, so rank 0
+    gives it a socket."""
+    listening = None
+    if rank == 0:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+            listening.listen(1024)
+        except OSError as error:
+            listening.close()
+            raise RuntimeError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        _reachable(host),
+        port,
+        size,
+        is_master=rank == 0,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=listening.detach() if listening else None,
+        use_libuv=True,
+    )
+
+
+def gpu_name(device: torch.device | int) -> str:
+    """Return the id of a GPU, with the name of its machine, by which both ends see whether they share one."""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - a name to connect to
-
-
-def _own_address(host: str, port: int) -> str:
-    """Return the address that this machine uses to reach the host."""
-    family, _, _, _, target = socket.getaddrinfo(_reachable(host), port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])

@@ -86,12 +86,8 @@ class Updates:
                 async with asyncio.timeout(TAKEN):
                     await self._changed.wait_for(lambda: self.owner is None)
             if self.owner is not None:
-                raise Refusal(
-                    409,
-                    "taken",
-                    f"learner {self.owner.learner} holds this server",
-                    "end that one, or give this run servers of its own",
-                )
+                problem = f"learner {self.owner.learner} holds this server"
+                raise Refusal(409, "taken", problem, "end that one, or give this run servers of its own")
             self.owner, self._timeout = learner, learner.timeout_s
 
     async def join(self, learner: JoinGroup, host: str) -> None:
@@ -121,8 +117,13 @@ class Updates:
         async with self._changed:
             if self.update is not None:
                 raise Refusal(409, "update_running", f"weights of version {self.update.version} are being sent")
-            if message.adapter is not None:
-                self._check_adapters()
+            if message.adapter is not None and not self.engine.takes_adapters:
+                problem = "this server was started without support for adapters"
+                fix = "start it with rollout_matching.vllm.enable_lora: true, or send whole weights"
+                raise Refusal(409, "no_lora", problem, fix)
+            if message.adapter is not None and self.base_changed:
+                problem = "whole weights were sent to this server, but an adapter belongs to those of its start"
+                raise Refusal(409, "base_changed", problem, "start the server again, or send whole weights")
             self.update = update = Update(message.version, time.perf_counter(), message.adapter)
             self._restart_timer(update)
             await self._changed.wait_for(lambda: self.answering == 0 or self.update is not update)
@@ -147,7 +148,7 @@ class Updates:
         """Put the loaded weights into use, and return their version."""
         update = self._running_update(group)
         if update.adapter is not None:
-            async with self._working(update, _adapter_refused):
+            async with self._working(update, "adapter_refused"):
                 await self.engine.build_adapter(update.adapter)
         async with self._working(update):
             update.touched = True
@@ -159,25 +160,8 @@ class Updates:
         if self.owner is None or group != self.owner.group:
             holder = f"learner {self.owner.learner} holds it" if self.owner else "nobody holds it"
             problem = f"group {group} does not hold this server: {holder}"
-            raise Refusal(
-                409, "other_group", problem, "join a group at /init_communicator/, and keep that call open"
-            )
-
-    def _check_adapters(self) -> None:
-        if not self.engine.takes_adapters:
-            raise Refusal(
-                409,
-                "no_lora",
-                "this server was started without support for adapters",
-                "start it with rollout_matching.vllm.enable_lora: true, or send whole weights",
-            )
-        if self.base_changed:
-            raise Refusal(
-                409,
-                "base_changed",
-                "whole weights were sent to this server, but an adapter belongs to those it was started with",
-                "start the server again, or send whole weights",
-            )
+            fix = "join a group at /init_communicator/, and keep that call open"
+            raise Refusal(409, "other_group", problem, fix)
 
     def _running_update(self, group: str) -> Update:
         self._check_group(group)
@@ -186,10 +170,8 @@ class Updates:
         return self.update
 
     @asynccontextmanager
-    async def _working(
-        self, update: Update, to_refusal: Callable[[EngineError], Refusal] | None = None
-    ) -> AsyncIterator[None]:
-        """Hold the engine for a piece of the update's work. If that fails, the update fails."""
+    async def _working(self, update: Update, code: str = "update_failed") -> AsyncIterator[None]:
+        """Hold the engine for a piece of the update's work. If that fails, the update fails, with this code."""
         try:
             async with self._engine:
                 if self.update is not update:
@@ -197,7 +179,13 @@ class Updates:
                 yield
         except EngineError as error:
             await self._fail(update)
-            raise (to_refusal or _update_failed)(error) from error
+            if code == "adapter_refused":
+                problem, fix = f"the adapter cannot be used: {error.problem}", error.fix or "send whole weights"
+                raise Refusal(409, "adapter_refused", problem, fix) from error
+            fix = "; ".join(filter(None, (error.fix, _SYNC)))
+            raise Refusal(
+                500, "update_failed", f"the weights could not be loaded: {error.problem}", fix
+            ) from error
         except Refusal:  # the engine has ended
             await self._fail(update)
             raise
@@ -224,24 +212,16 @@ class Updates:
         """End the update if nothing more comes within the timeout, since answers wait for it."""
         if update.timer:
             update.timer.cancel()
-        update.timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, update)
+        loop = asyncio.get_running_loop()
 
-    def _expire(self, update: Update) -> None:
-        self._expired = asyncio.get_running_loop().create_task(self._fail(update))
+        def expire() -> None:
+            self._expired = loop.create_task(self._fail(update))
+
+        update.timer = loop.call_later(self._timeout, expire)
 
 
 def no_weights() -> Refusal:
     return Refusal(503, "no_weights", "this server has no weights: the last weight update failed", _SYNC)
-
-
-def _update_failed(error: EngineError) -> Refusal:
-    fix = f"{error.fix}; {_SYNC}" if error.fix else _SYNC
-    return Refusal(500, "update_failed", f"the weights could not be loaded: {error.problem}", fix)
-
-
-def _adapter_refused(error: EngineError) -> Refusal:
-    problem = f"the adapter cannot be used: {error.problem}"
-    return Refusal(409, "adapter_refused", problem, error.fix or "send whole weights")
 
 
 _PORT = "group_port of the config must be free on the server's machine and open to the learner's"

@@ -14,10 +14,9 @@ import os
 import platform
 import re
 import shutil
-import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,6 @@ UNFINISHED = f"was not written to its end: it has no {MANIFEST}"
 FORMAT = 1
 LOCK = "run.lock"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_BLOCK = 1 << 22
-_QUIET_S, _EVERY_S = 2.0, 30.0  # seconds until progress is reported for the first time, and between two reports
 Notify = Callable[[str], None]
 
 
@@ -135,13 +132,6 @@ def newest_intact(folder: Path, notify: Notify) -> Path | None:
 
 def examine(checkpoint: Path, notify: Notify) -> Verdict:
     """Compare the files of a checkpoint with its manifest: sizes first, then every byte."""
-    try:
-        return _examine(checkpoint, notify)
-    except OSError as error:
-        return Verdict(checkpoint, f"is damaged: {error.strerror or error}")
-
-
-def _examine(checkpoint: Path, notify: Notify) -> Verdict:
     path = checkpoint / MANIFEST
     if not path.is_file():
         return Verdict(checkpoint, UNFINISHED)
@@ -149,16 +139,19 @@ def _examine(checkpoint: Path, notify: Notify) -> Verdict:
         listed = {
             str(name): (int(file["size"]), str(file["sha256"])) for name, file in _read_manifest(path).items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Verdict(checkpoint, f"is damaged: {path} cannot be read ({error})")
     missing = [name for name in listed if not (checkpoint / name).is_file()]
     if missing:
-        return Verdict(checkpoint, _fault_of_missing(missing))
+        return Verdict(checkpoint, f"has no {' and no '.join(missing)}: a run could not resume from it exactly")
     for name, (size, _) in listed.items():
         actual = (checkpoint / name).stat().st_size
         if actual != size:
             return Verdict(checkpoint, f"is damaged: {checkpoint / name} has {actual} bytes, not {size}")
-    digests = hash_files(checkpoint, list(listed), notify)
+    try:
+        digests = hash_files(checkpoint, list(listed), notify)
+    except OSError as error:
+        return Verdict(checkpoint, f"is damaged: {error.strerror}")
     for name, (_, digest) in listed.items():
         if digests[name] != digest:
             return Verdict(checkpoint, f"is damaged: {checkpoint / name} differs from what was saved (sha256)")
@@ -228,27 +221,18 @@ def write_manifest(checkpoint: Path, notify: Notify) -> None:
 def hash_files(folder: Path, names: list[str], notify: Notify) -> dict[str, str]:
     """Return the sha256 of files by name. Several threads read them, the largest file first."""
     sizes = {name: (folder / name).stat().st_size for name in names}
-    done = dict.fromkeys(names, 0)
+    largest_first = sorted(names, key=sizes.__getitem__, reverse=True)
 
     def digest(name: str) -> str:
-        sha256 = hashlib.sha256()
         try:
             with (folder / name).open("rb", buffering=0) as file:
-                while block := file.read(_BLOCK):
-                    sha256.update(block)
-                    done[name] += len(block)
+                return hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise OSError(error.errno, f"{folder / name} cannot be read: {error.strerror}") from error
-        return sha256.hexdigest()
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        futures = {name: pool.submit(digest, name) for name in sorted(names, key=sizes.__getitem__, reverse=True)}
-        next_report = time.monotonic() + _QUIET_S
-        while wait(futures.values(), timeout=max(0.0, next_report - time.monotonic())).not_done:
-            read, total = sum(done.values()) / 1e9, sum(sizes.values()) / 1e9
-            notify(f"hashing {folder.name}: {read:.1f} of {total:.1f} GB")
-            next_report = time.monotonic() + _EVERY_S
-        return {name: future.result() for name, future in futures.items()}
+    message = f"hashing the {sum(sizes.values()) / 1e9:.1f} GB of {folder.name}"
+    with remind(notify, message), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(largest_first, pool.map(digest, largest_first), strict=True))
 
 
 def rotate(newest: Path, limit: int | None, best: str | None) -> None:
@@ -312,8 +296,7 @@ def _disk_problem(error: Exception, checkpoint: Path) -> str | None:
         return text
     frames = (frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__))
     if isinstance(error, RuntimeError) and "torch.serialization" in frames:  # its errors have no errno
-        latest = max(_files(checkpoint), key=_modification_time, default=checkpoint)
-        return f"torch could not write {latest.name} to its end ({text})"
+        return f"torch could not write a file to its end ({text})"
     return None
 
 
@@ -322,10 +305,6 @@ def _is_refusal(error: Exception) -> bool:
     number = re.search(r"\(os error (\d+)\)", str(error))  # of Rust code, which has no errno
     code = int(number[1]) if number else getattr(error, "errno", None)
     return code is None or code in (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-def _modification_time(file: Path) -> int:
-    return file.stat().st_mtime_ns
 
 
 def _worth(checkpoint: Path) -> tuple[bool, int]:
@@ -338,10 +317,6 @@ def _read_manifest(manifest: Path) -> dict[str, Any]:
     if content["format"] != FORMAT:
         raise ValueError(f"format {content['format']}, and this version reads {FORMAT}")
     return dict(content["files"])
-
-
-def _fault_of_missing(names: list[str]) -> str:
-    return f"has no {' and no '.join(names)}: a run could not resume from it exactly"
 
 
 def _files(checkpoint: Path) -> Iterator[Path]:

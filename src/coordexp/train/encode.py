@@ -16,7 +16,6 @@ from coordexp.answers.formats import AnswerFormat
 from coordexp.answers.segment import FieldOrder, Segment, build_chat_segment
 from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
-from coordexp.config.rollout import NoiseAnswers
 from coordexp.config.sections import Channel
 from coordexp.config.settings import Custom
 from coordexp.data import (
@@ -208,27 +207,6 @@ class TrainingSet:
             begin += len(part)
         return images
 
-    def make_noisy_rollout(self, sample: TrainingSample, noise: NoiseAnswers, seed: int, version: int) -> Rollout:
-        """Return a rollout that no model wrote: the labels with random mistakes."""
-        ids = make_noisy_answer(sample.truth, noise, seed, table=self.table, order=self.order)
-        return Rollout.of(self.table, sample.prompt_ids, ids, (), "stop", version)
-
-    def choose(self, sample: TrainingSample, answers: Sequence[Sequence[int]]) -> Choice:
-        return choose_answer(answers, sample.truth, table=self.table, settings=self.settings)
-
-    def correct(
-        self, sample: TrainingSample, answer: Sequence[int], agreed: Sequence[TrueObject] | None = None
-    ) -> Correction:
-        return correct(
-            sample.prompt_ids,
-            answer,
-            sample.truth,
-            table=self.table,
-            order=self.order,
-            settings=self.settings,
-            agreed=agreed,
-        )
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -312,30 +290,28 @@ class Encoder:
         )
 
     def encode(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
-        """Return an example per sample: of its rollouts on channel B, of the ground truth on channel A. The
-        example of a chat record has its own answer on both."""
-        if not self.takes_rollouts(batch.at.step):
-            return self.encode_ground_truth(batch)
-        return self.correct_rollouts(batch, rollouts)
-
-    def encode_ground_truth(self, batch: MicroBatch) -> list[Example]:
-        """Channel A: return an example per sample, as if the model had answered nothing and missed every
-        object."""
+        """Return an example per sample: of its rollouts on channel B; on channel A of the ground truth, as if the
+        model had answered nothing and missed every object. The example of a chat record has its own answer on
+        both."""
+        if self.takes_rollouts(batch.at.step):
+            return self._correct_rollouts(batch, rollouts)
         return [self._encode_truth(batch.at, k, sample) for k, sample in enumerate(batch.samples)]
 
     def _encode_truth(self, at: StepIndex, k: int, sample: TrainingSample | ChatSample) -> Example:
         return _make_example(self._id(at, k), sample, self.training_set.build_truth(sample), "A")
 
     def make_noisy_rollouts(self, batches: Sequence[MicroBatch]) -> list[Rollout]:
-        """Return a rollout that no model wrote for each sample, which has one request."""
-        noise = self.rollout_matching_cfg.noise
-        return [
-            self.training_set.make_noisy_rollout(sample, noise, request.seed, batch.at.step)
-            for batch in batches
-            for sample, request in zip(batch.asked, batch.requests, strict=True)
-        ]
+        """Return a rollout that no model wrote for each sample, which has one request: the labels with random
+        mistakes."""
+        table, order, noise = self.training_set.table, self.training_set.order, self.rollout_matching_cfg.noise
+        rollouts = []
+        for batch in batches:
+            for sample, request in zip(batch.asked, batch.requests, strict=True):
+                ids = make_noisy_answer(sample.truth, noise, request.seed, table=table, order=order)
+                rollouts.append(Rollout.of(table, sample.prompt_ids, ids, (), "stop", batch.at.step))
+        return rollouts
 
-    def correct_rollouts(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
+    def _correct_rollouts(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
         """Channel B: return an example per sample: the rollout that is chosen, corrected."""
         per_sample = self.rollout_matching_cfg.rollouts_per_sample
         examples, begin = list[Example](), 0
@@ -355,10 +331,20 @@ class Encoder:
         for rollout in rollouts:
             check_prompt(sample.image.path, rollout.prompt_ids, sample.prompt_ids)
             check_version(rollout, at.step, self.max_staleness)
-        choice = self.training_set.choose(sample, [rollout.ids for rollout in rollouts])
-        correction = self.training_set.correct(sample, rollouts[choice.index].ids, choice.agreed)
+        training_set, truth = self.training_set, sample.truth
+        table, order, settings = training_set.table, training_set.order, training_set.settings
+        choice = choose_answer([rollout.ids for rollout in rollouts], truth, table=table, settings=settings)
+        correction = correct(
+            sample.prompt_ids,
+            rollouts[choice.index].ids,
+            truth,
+            table=table,
+            order=order,
+            settings=settings,
+            agreed=choice.agreed,
+        )
         mode = answered.requests[choice.index].decode.mode
-        self.metrics.add(count_rollout(rollouts, choice, mode, correction, sample.truth, at.step))
+        self.metrics.add(count_rollout(rollouts, choice, mode, correction, truth, at.step))
         id = self._id(at, k)
         if self.watch is not None:
             self.watch(id, answered, choice, correction)

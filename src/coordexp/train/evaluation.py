@@ -79,7 +79,7 @@ def _find_rank() -> tuple[int, int]:
 
 def _gather_lines(own: Sequence[str], total: int) -> list[str]:
     """Return the lines of all ranks in the order of the records."""
-    by_rank = [text.splitlines() for text in gather_texts("\n".join(own))]
+    by_rank = [text.split("\n") for text in gather_texts("\n".join(own))]
     return [by_rank[k % len(by_rank)][k // len(by_rank)] for k in range(total)]
 
 
@@ -185,7 +185,7 @@ class ChatEvaluation:
 
     def _evaluate(self, step: int, name: str, data: QuestionSet) -> float:
         chosen, own = self.asking.choose(data.records)
-        records = together(partial(_read_questions, data, own))
+        records = together(lambda: [data.read(index) for index in own])
         decode = Decode.greedy(data.max_new_tokens)
         requests = [
             TextRequest(record.question, decode)
@@ -195,40 +195,23 @@ class ChatEvaluation:
         ]
         rollouts = self.asking.ask(self.backend, requests, len(chosen))
         own_lines = [
-            json.dumps(_describe_answer(record, rollout.text))
-            for (record, _), rollout in zip(records, rollouts, strict=True)
+            _describe_answer(record, rollout.text) for (record, _), rollout in zip(records, rollouts, strict=True)
         ]
-        answers = [json.loads(line) for line in _gather_lines(own_lines, len(chosen))]
+        lines = _gather_lines(own_lines, len(chosen))
         if _find_rank()[0] == 0:
             file = self.asking.folder / "evaluations" / f"step-{step}-{name}.jsonl"
-            BestEffort("answers", say).attempt(partial(_write_answers, file, answers))
-        return sum(answer["right"] for answer in answers) / len(answers)
+            BestEffort("answers", say).attempt(partial(write_whole, file, "".join(f"{line}\n" for line in lines)))
+        return sum(json.loads(line)["right"] for line in lines) / len(lines)
 
 
 def is_right(answer: str, expected: str) -> bool:
     """Return whether an answer is the expected one, except for case, for white space at its ends, and for the
     amount of white space between words."""
-    return _normalise(answer) == _normalise(expected)
+    return answer.casefold().split() == expected.casefold().split()
 
 
-def _normalise(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-def _read_questions(data: QuestionSet, indices: Sequence[int]) -> list[tuple[ChatRecord, ImageRef | None]]:
-    return [data.read(index) for index in indices]
-
-
-def _describe_answer(record: ChatRecord, text: str) -> dict[str, Any]:
-    return {
-        "image": record.image,
-        "question": record.question,
-        "expected": record.answer,
-        "answer": text,
-        "right": is_right(text, record.answer),
-    }
-
-
-def _write_answers(file: Path, answers: Sequence[Mapping[str, Any]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers))
+def _describe_answer(record: ChatRecord, text: str) -> str:
+    """Return the line of an answer in the file of an evaluation."""
+    right = is_right(text, record.answer)
+    asked = {"image": record.image, "question": record.question, "expected": record.answer}
+    return json.dumps(asked | {"answer": text, "right": right}, ensure_ascii=False)

@@ -109,17 +109,11 @@ def describe_rollouts(settings: Settings, backend: RolloutBackend) -> dict[str, 
     return facts
 
 
-@dataclass(frozen=True)
-class RolloutFacts:
-    """Adds facts about rollouts to the latest start in `run.json`, if there is one. If the disk is full, the facts
+def record_rollouts(folder: Path, facts: dict[str, Any]) -> None:
+    """Add facts about rollouts to the latest start in `run.json`, if there is one. If the disk is full, the facts
     are lost and the run continues."""
-
-    folder: Path
-
-    def __call__(self, facts: dict[str, Any]) -> None:
-        file = self.folder / "run.json"
-        if not file.is_file():
-            return
+    file = folder / "run.json"
+    if file.is_file():
         *before, run = read_starts(file)
         run["rollouts"] = (run["rollouts"] or {}) | facts
         BestEffort("facts about rollouts", say).attempt(partial(write_json, file, [*before, run]))
@@ -153,7 +147,7 @@ class ServerLog:
             facts = {"servers": event["servers"]} | self._recorded  # the servers are recorded once
             facts |= {name: event[name] for name in ("sync_mode", "fallbacks")}
             if facts != self._recorded:
-                RolloutFacts(self.folder)(facts)
+                record_rollouts(self.folder, facts)
                 self._recorded = facts
 
     def _append(self, line: str) -> None:

@@ -11,7 +11,6 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from transformers import AutoProcessor, TrainingArguments
 
 from coordexp.answers.formats import NOTE_FILE
 from coordexp.config import Settings
-from coordexp.config.rollout import Offload
 from coordexp.config.settings import Adapter
 from coordexp.data import BINS
 from coordexp.errors import UserError
@@ -44,53 +42,33 @@ from coordexp.rollout.backend import AdapterWeights
 from coordexp.train.offload import OffloadedStorages, offload_learner
 
 
-@dataclass
 class Learner:
     """Made before the rollout backend and the trainer, which both refer to it. `base` is the checkpoint's model,
-    inside peft's wrapper if there is an adapter, and `head` is its vocabulary projection. accelerate wraps model
-    and optimizer when training begins; the trainer then sets them here. `dtype` is the one that engines and
-    checkpoints' users get, `precision` the one that forward passes compute in. `offload_folder` is where a
-    learner on the CPU is offloaded to. `note` has what a user of a checkpoint has to know, e.g. the prompt."""
+    inside peft's wrapper if there is an adapter, and `head` is its vocabulary projection. accelerate wraps `model`
+    and `optimizer` when training begins; the trainer then sets them here. `dtype` is the one that engines and
+    checkpoints' users get, `precision` the one that forward passes compute in."""
 
-    base: Any
-    model: Any
-    head: SplittingHead
-    device: torch.device
-    dtype: str
-    precision: str
-    has_plain_adapter: bool  # every trained parameter can be expressed as a vLLM LoRA adapter
-    offload_settings: Offload
-    offload_folder: Path
-    note: dict[str, Any]
     optimizer: Any = None
 
-    @classmethod
-    def load(
-        cls, settings: Settings, arguments: TrainingArguments, first_coord: int | None, note: dict[str, Any]
-    ) -> "Learner":
+    def __init__(
+        self, settings: Settings, arguments: TrainingArguments, first_coord: int | None, note: dict[str, Any]
+    ) -> None:
         """Load the model of the settings and add a new adapter, if they have one. `first_coord` is None if the
-        model has no coordinate tokens."""
-        adapter, dtype = settings.model.adapter, settings.learner_dtype
-        precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else dtype
-        base = load_model(
+        model has no coordinate tokens. `note` has what a user of a checkpoint has to know, e.g. the prompt."""
+        adapter, frozen, loaded_dtype = settings.model.adapter, settings.model.freeze, settings.learner_dtype
+        self.device, self.dtype, self.note = arguments.device, settings.model.dtype, note
+        self.precision = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else loaded_dtype
+        self.base = load_model(
             Path(settings.model.path),
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention_for(arguments.device, precision),
+            dtype=getattr(torch, loaded_dtype),
+            attn_implementation=attention_for(arguments.device, self.precision),
         )
-        freeze_parts(base, settings.model.freeze)
-        model = with_adapter(base, adapter, first_coord, settings.model.freeze)
-        return cls(
-            base=base,
-            model=model,
-            head=SplittingHead(base),
-            device=arguments.device,
-            dtype=settings.model.dtype,
-            precision=precision,
-            has_plain_adapter=adapter is not None and not adapter.train_coord_rows and not adapter.dora,
-            offload_settings=settings.rollout_matching.offload,
-            offload_folder=Path(arguments.output_dir),
-            note=note,
-        )
+        freeze_parts(self.base, frozen)
+        self.model = with_adapter(self.base, adapter, first_coord, frozen)
+        self.head = SplittingHead(self.base)
+        # Whether every trained parameter can be expressed as a vLLM LoRA adapter.
+        self.has_plain_adapter = adapter is not None and not adapter.train_coord_rows and not adapter.dora
+        self._offload, self._folder = settings.rollout_matching.offload, Path(arguments.output_dir)
 
     def current_model(self) -> Any:
         return self.model
@@ -106,8 +84,9 @@ class Learner:
         return learner_adapter(self.model)
 
     def offload(self) -> AbstractContextManager[OffloadedStorages]:
-        """Return a context in which model and optimizer are out of device memory, as the settings say."""
-        return offload_learner(self.offload_settings, self.model, self.optimizer, self.offload_folder)
+        """Return a context in which model and optimizer are out of device memory, as the settings say. Those on
+        the CPU go to a file in the run folder."""
+        return offload_learner(self._offload, self.model, self.optimizer, self._folder)
 
     def describe(self, checkpoint: Path) -> None:
         """Write what users of a checkpoint need: the note, and in config.json the data type in which they should
@@ -229,6 +208,11 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int | None, f
     adapter."""
     if adapter is None:
         return model
+    rows: dict[str, list[int]] = {}
+    if adapter.train_coord_rows:
+        assert first_coord is not None, "the rules of settings refuse coordinate rows without coordinate tokens"
+        layers = ["embed_tokens"] if model.config.tie_word_embeddings else ["embed_tokens", "lm_head"]
+        rows = {layer: [*range(first_coord, first_coord + BINS)] for layer in layers}
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
@@ -236,7 +220,7 @@ def with_adapter(model: Any, adapter: Adapter | None, first_coord: int | None, f
         use_dora=adapter.dora,
         target_modules=adapter.targets,
         exclude_modules="|".join(PARTS[part] for part in frozen) or None,
-        trainable_token_indices=_coord_rows(model, first_coord) if adapter.train_coord_rows else None,
+        trainable_token_indices=rows or None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)
@@ -264,12 +248,6 @@ class CoordRows(TrainableTokensLayer):
             return torch.where(is_coord[..., None], own, result)
         result[..., first : first + BINS] = linear(x, rows)
         return result
-
-
-def _coord_rows(model: Any, first_coord: int | None) -> dict[str, list[int]]:
-    assert first_coord is not None, "the rules of settings refuse coordinate rows without coordinate tokens"
-    rows = list(range(first_coord, first_coord + BINS))
-    return {"embed_tokens": rows} | ({} if model.config.tie_word_embeddings else {"lm_head": rows})
 
 
 def learner_adapter(model: Any) -> AdapterWeights:

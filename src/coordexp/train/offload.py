@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -30,21 +30,10 @@ from coordexp.rollout.weights import align_size
 SMALL = 1024
 
 
-class OffloadTarget(Protocol):
-    """The memory to which storages are moved."""
-
-    def put(self, storage: UntypedStorage) -> UntypedStorage:
-        """Return a copy of the storage in this memory."""
-
-    def drop(self) -> None:
-        """Return unused memory to the system: what moving the storages has freed, and what reading the copies has
-        taken. The copies stay."""
-
-
 class OffloadedStorages:
-    """The storages that are offloaded, and their copies."""
+    """The storages that are offloaded, and their copies in another memory."""
 
-    def __init__(self, target: OffloadTarget | None = None) -> None:
+    def __init__(self, target: "MappedFile | PinnedMemory | None" = None) -> None:
         self.target = target
         self.copies: dict[int, UntypedStorage] = {}
 
@@ -58,7 +47,8 @@ class OffloadedStorages:
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
     def drop(self) -> None:
-        """Return unused memory to the system, see `OffloadTarget.drop`."""
+        """Return unused memory to the system: what moving the storages has freed, and what reading the copies has
+        taken. The copies stay."""
         if self.target is not None:
             self.target.drop()
 
@@ -82,9 +72,12 @@ def offload_learner(
         for module in model.modules():
             if isinstance(module, FSDPModule):  # offload the shards, not what a forward pass has gathered
                 module.reshard()
-        tensors += _model_tensors(model)
-    if settings.offload_optimizer:
-        tensors += _optimizer_tensors(optimizer)
+        weights = list(model.parameters())
+        tensors += [*weights, *model.buffers(), *(weight.grad for weight in weights if weight.grad is not None)]
+    if settings.offload_optimizer and optimizer is not None:
+        tensors += [
+            value for slot in optimizer.state.values() for value in slot.values() if isinstance(value, Tensor)
+        ]
     with offload_storages(tensors, folder) as offloaded, _use_stand_ins(model, offloaded), torch.no_grad():
         yield offloaded
 
@@ -99,17 +92,6 @@ def check_offload(settings: Offload, model: nn.Module) -> None:
         )
 
 
-def _model_tensors(model: nn.Module) -> list[Tensor]:
-    weights = list(model.parameters())
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    return [*weights, *model.buffers(), *gradients]
-
-
-def _optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    slots = [] if optimizer is None else optimizer.state.values()
-    return [value for slot in slots for value in slot.values() if isinstance(value, Tensor)]
-
-
 @contextmanager
 def _use_stand_ins(model: nn.Module, offloaded: OffloadedStorages) -> Iterator[None]:
     """Replace every offloaded parameter and buffer by one that can be read. Tied parameters share one stand-in."""
@@ -121,13 +103,11 @@ def _use_stand_ins(model: nn.Module, offloaded: OffloadedStorages) -> Iterator[N
                 for name, tensor in table.items():
                     if tensor is not None and tensor in offloaded:
                         restore.callback(table.__setitem__, name, tensor)
-                        table[name] = stand_ins.setdefault(id(tensor), _make_stand_in(tensor, offloaded))
+                        stand_in = offloaded.view(tensor)
+                        if isinstance(tensor, nn.Parameter):
+                            stand_in = nn.Parameter(stand_in, tensor.requires_grad)
+                        table[name] = stand_ins.setdefault(id(tensor), stand_in)
         yield
-
-
-def _make_stand_in(tensor: Tensor, offloaded: OffloadedStorages) -> Tensor:
-    view = offloaded.view(tensor)
-    return nn.Parameter(view, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else view
 
 
 @contextmanager
@@ -166,7 +146,10 @@ def _group_by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def _move_out(groups: list[list[Tensor]], size: int, folder: Path, restore: ExitStack) -> OffloadedStorages:
     if not groups:
         return OffloadedStorages()
-    target = restore.enter_context(_open_target(groups[0][0].device, folder, size))
+    target: MappedFile | PinnedMemory = PinnedMemory()
+    if groups[0][0].device.type == "cpu":
+        file = restore.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - `restore` closes it
+        target = MappedFile(file, size)
     offloaded = OffloadedStorages(target)
     restore.callback(offloaded.end)
     for group in groups:
@@ -177,15 +160,6 @@ def _move_out(groups: list[list[Tensor]], size: int, folder: Path, restore: Exit
         storage.resize_(0)
     offloaded.drop()
     return offloaded
-
-
-@contextmanager
-def _open_target(device: torch.device, folder: Path, size: int) -> Iterator[OffloadTarget]:
-    if device.type != "cpu":
-        yield PinnedMemory()
-        return
-    with tempfile.TemporaryFile(dir=folder) as file:
-        yield MappedFile(file, size)
 
 
 def _copy_back(storage: UntypedStorage, copy: UntypedStorage) -> None:

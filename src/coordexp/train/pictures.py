@@ -2,7 +2,6 @@
 
 import html
 from collections.abc import Sequence
-from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -16,31 +15,6 @@ TRUE, MATCHED, EXTRA = "#1a7f37", "#0969da", "#cf222e"
 COLUMNS = ("image", "question", "true", "predicted", "missed", "extra", "answer")
 
 _MARKDOWN = {ord(character): f"&#{ord(character)};" for character in "\\`*_{}[]()#|~"}
-
-
-def to_wandb_boxes(image: Image.Image, report: ImageReport) -> tuple[Image.Image, dict[str, Any]]:
-    """Return the image as it is shown, with its true and its predicted boxes in the form of Weights & Biases."""
-    scaled, comparison = _scale(image), report.comparison
-    factor = scaled.width / comparison.record.width
-    sides = {"truth": comparison.true, "predictions": comparison.predicted}
-    return scaled, {name: _to_box_data(items, factor) for name, items in sides.items()}
-
-
-def _to_box_data(items: Sequence[LabelledShape], factor: float) -> dict[str, Any]:
-    names = sorted({item.desc for item in items})
-    data = []
-    for item in items:
-        x1, y1, x2, y2 = (value * factor for value in item.shape.box)
-        data.append(
-            {
-                "position": {"minX": x1, "minY": y1, "maxX": x2, "maxY": y2},
-                "domain": "pixel",
-                "class_id": names.index(item.desc),
-                "box_caption": item.desc,
-                **({} if item.score is None else {"scores": {"score": item.score}}),
-            }
-        )
-    return {"box_data": data, "class_labels": dict(enumerate(names))}
 
 
 def describe_objects(report: ImageReport) -> list[str]:

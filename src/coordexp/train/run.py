@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -10,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PrinterCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import set_seed
@@ -19,16 +17,12 @@ from coordexp.answers.formats import AnswerFormat, load_format
 from coordexp.config import Loaded, Settings
 from coordexp.config.rollout import BACKENDS
 from coordexp.config.rules import trains_chat
-from coordexp.config.settings import Custom
 from coordexp.config.training import PACKING_KEYS, REFUSED
-from coordexp.data import Questions, Record, Records, RecordSet, find_wrong_kind, open_data
-from coordexp.data.doctor.examine import SMALL, Sizes
+from coordexp.data import Questions
 from coordexp.data.sets import locate_image
-from coordexp.dumps import CORRECTION_SETTINGS, FOLDER, DumpFolder, DumpWriter, remove_from_step
-from coordexp.errors import DataError, UserError
-from coordexp.evaluate import read_truth
+from coordexp.dumps import FOLDER, DumpFolder, DumpWriter, remove_from_step
+from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
-from coordexp.files import find_data_files
 from coordexp.logs import say
 from coordexp.objective.carry import CarryBuffer, Example
 from coordexp.objective.collate import Collator
@@ -42,26 +36,22 @@ from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_si
 from coordexp.rollout.start import EngineSetup
 from coordexp.tasks import ignore
 from coordexp.train.checkpoints import CheckpointHook, step_of
+from coordexp.train.data import RunData, describe_identity, make_order
 from coordexp.train.encode import Encoder, TrainingSet
-from coordexp.train.evaluation import AnswerEvaluation, Asking, ChatEvaluation, QuestionSet, evenly_spaced
-from coordexp.train.folder import RolloutFacts, ServerLog, describe_rollouts, fingerprint, write_run_folder
+from coordexp.train.evaluation import AnswerEvaluation, Asking, ChatEvaluation
+from coordexp.train.folder import ServerLog, describe_rollouts, record_rollouts, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
-from coordexp.train.mixture import Mixture
 from coordexp.train.quarantine import Quarantine
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.sinks import MetricsFile, PrometheusFile, Sink, Sinks, TensorBoard, Wandb
 from coordexp.train.step import OptimizerStep, RowLoader
 from coordexp.train.stopping import StopOnSignal, Stopped
-from coordexp.train.stream import RowStream, SampleOrder, StageRecords
+from coordexp.train.stream import RowStream
 from coordexp.train.terminal import Bar, FillWarning
 from coordexp.train.trainer import Evaluation, FirstSync, RowTrainer
 
-EXACT = 1000  # side of the mask IoU canvas on which every box is exact
 METRICS = "metrics.jsonl"
-FIRST_RECORDS = 10  # of each data set, whose kind is checked at the start of a run
-REQUESTS = {"class_prompt", "expression_prompt", "class_requests", "negatives", "object_order"}  # of `custom`
-MEASURED = 1000  # records whose objects are measured at the start of a run
 
 
 @dataclass(frozen=True)
@@ -70,6 +60,10 @@ class RunOutcome:
     stopped_by: int | None  # a signal
     folder: Path
     saved: bool = True  # the last step is in a checkpoint
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    return (step_of(checkpoint) or 0) if checkpoint else 0
 
 
 @dataclass(frozen=True)
@@ -99,117 +93,22 @@ def prepare(loaded: Loaded, checkpoint: Path | None = None) -> PreparedRun:
     """Load and check everything that a run needs. It continues from the checkpoint that rank 0 gives, if any."""
     settings = loaded.settings
     folder = Path(settings.training.output_dir)
-    train = _open_records(*settings.custom.train_sets.values())
-    val_names = settings.custom.data_sets.get("custom.val_jsonl")
-    held_out = HeldOut(_open_records(val_names) if val_names else None, _open_questions(settings))
-    arguments = training_arguments(settings, len(train))
-    together(partial(_check_data, settings, arguments, train, held_out))
+    data = RunData.open(settings.custom)
+    arguments = training_arguments(settings, len(data.train))
+    together(partial(data.check, settings) if arguments.process_index == 0 else ignore)
     name = gather_texts(checkpoint.name if checkpoint else "")[0]
     checkpoint = folder / name if name else None
     step = _step_of(checkpoint)
     if checkpoint is not None and step >= arguments.max_steps:
         return PreparedRun(folder, checkpoint)
     set_seed(settings.training.seed)
-    parts = Assembly(settings, arguments, train, held_out)
+    parts = Assembly(settings, arguments, data)
     trainer = parts.trainer
     if checkpoint is not None:
         parts.rollouts.load(checkpoint)
         trainer.saved, trainer.rotation_is_due = step, True
     together(partial(_begin_folder, parts, loaded, step))
     return PreparedRun(folder, checkpoint, trainer, parts.bar)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The data of evaluation: records with objects, and sets of questions by name."""
-
-    records: Records | None
-    questions: dict[str, QuestionSet]
-
-    @property
-    def files(self) -> dict[str, Records]:
-        """All held-out data, by names for `run.json`."""
-        files = {} if self.records is None else {"val": self.records}
-        return files | {f"eval_data.{name}": data.records for name, data in self.questions.items()}
-
-
-def _open_questions(settings: Settings) -> dict[str, QuestionSet]:
-    custom = settings.custom
-    return {
-        name: QuestionSet(_open_records(custom.data_sets[f"custom.eval_data[{k}].path"]), data.max_new_tokens)
-        for k, (name, data) in enumerate(zip(custom.eval_names, custom.eval_data, strict=True))
-    }
-
-
-def _open_records(*sets: Sequence[str]) -> Records:
-    """Open data sets, each of which is a list of paths and glob patterns."""
-    notify = say if os.environ.get("RANK", "0") == "0" else ignore
-    return open_data([find_data_files(names) for names in sets], notify)
-
-
-def _step_of(checkpoint: Path | None) -> int:
-    return (step_of(checkpoint) or 0) if checkpoint else 0
-
-
-def _check_data(settings: Settings, arguments: TrainingArguments, train: Records, held_out: HeldOut) -> None:
-    """Report on rank 0 what the data means for the run. Raise now, and not at the first evaluation, if the
-    records to evaluate on cannot be read."""
-    if arguments.process_index != 0:
-        return
-    _check_first_records(settings, train)
-    if settings.uses_rollouts:
-        _note_coarse_canvas(train, settings.rollout_matching.maskiou_resolution)
-    if held_out.records is not None and arguments.eval_strategy != "no":
-        read_truth(held_out.records)
-    for data in held_out.questions.values() if settings.evaluates_chat else ():
-        for index in evenly_spaced(len(data.records), settings.custom.eval_samples):
-            data.read(index)
-
-
-def _check_first_records(settings: Settings, train: Records) -> None:
-    """Raise DataError if the first records of a data set are chat records, and the objective has no loss for
-    them. Others are refused when they are trained on."""
-    for part in _find_parts(train):
-        records = list(_read_first(part, FIRST_RECORDS))
-        if wrong := find_wrong_kind("custom.train_data", records, trains_chat(settings)):
-            raise DataError(f"{part}: {wrong[0]}", wrong[1])
-
-
-def _find_parts(records: Records) -> Sequence[Records]:
-    return records.parts if isinstance(records, RecordSet) else (records,)
-
-
-def _read_first(records: Records, most: int) -> Iterator[Any]:
-    """Yield the first records, until one is broken: that is reported, on all ranks, when it is trained on."""
-    with suppress(ValueError):
-        for index in range(min(most, len(records))):
-            yield records.read(index)
-
-
-def find_requests(custom: Custom, train: Records) -> list[str]:
-    """Return which kinds of requests the run trains, `classes` and `expression`: those that it draws, and those of
-    the first records of each data set."""
-    kinds = {"classes"} if custom.class_requests.rate else set[str]()
-    for part in _find_parts(train):
-        for record in _read_first(part, MEASURED):
-            kinds |= {kind for kind in ("classes", "expression") if getattr(record, kind, None) is not None}
-    return sorted(kinds)
-
-
-def _note_coarse_canvas(records: Records, resolution: int) -> None:
-    """Print a note if the median object of the first records is too small for the mask IoU canvas."""
-    if resolution >= EXACT:
-        return
-    sizes = Sizes()
-    for record in _read_first(records, MEASURED):
-        if isinstance(record, Record):
-            sizes.add(record)
-    if sizes.median is not None and sizes.median < SMALL:
-        say(
-            f"note: the median side of the objects in {records} is {sizes.median} bins (of the first "
-            f"{MEASURED:,} records), and rollout_matching.maskiou_resolution is {resolution}, which is coarse for "
-            f"objects under {SMALL} bins; {EXACT} is exact for boxes, and matching costs about 2.5 times as much"
-        )
 
 
 def find_trackers(settings: Settings) -> set[str]:
@@ -252,10 +151,8 @@ def training_arguments(settings: Settings, samples: int) -> TrainingArguments:
 class Assembly:
     """The parts of a run. Each is made when it is first needed, and once."""
 
-    def __init__(
-        self, settings: Settings, arguments: TrainingArguments, train: Records, held_out: HeldOut
-    ) -> None:
-        self.settings, self.arguments, self.train, self.held_out = settings, arguments, train, held_out
+    def __init__(self, settings: Settings, arguments: TrainingArguments, data: RunData) -> None:
+        self.settings, self.arguments, self.data = settings, arguments, data
         self.contract = settings.rollout_matching_cfg
         self.folder, self.rank = Path(arguments.output_dir), arguments.process_index
         self.questions = Questions.of(settings.custom)
@@ -277,24 +174,28 @@ class Assembly:
     @cached_property
     def prompts(self) -> PromptBuilder:
         model = self.settings.model
-        files = [file for data in (self.train, *self.held_out.files.values()) for file in data.files]
+        files = [file for records in self.data.files.values() for file in records.files]
         processor = load_processor(Path(model.path), model.image_limits)
         return PromptBuilder(processor, self.questions.of_run, partial(locate_image, files))
 
     @cached_property
     def training_set(self) -> TrainingSet:
-        custom = self.settings.custom
         return TrainingSet(
-            self.train, self.prompts, self.answers, self.contract, custom, trains_chat(self.settings)
+            self.data.train,
+            self.prompts,
+            self.answers,
+            self.contract,
+            self.settings.custom,
+            trains_chat(self.settings),
         )
 
     # The model and its loss
 
     @cached_property
     def learner(self) -> Learner:
-        requests = find_requests(self.settings.custom, self.train)
+        requests = self.data.find_requests(self.settings.custom)
         note = asdict(self.questions) | {"answer_format": self.answers.name, "requests": requests}
-        return Learner.load(self.settings, self.arguments, self.answers.table.coord_start, note)
+        return Learner(self.settings, self.arguments, self.answers.table.coord_start, note)
 
     @cached_property
     def objective(self) -> Objective:
@@ -305,15 +206,7 @@ class Assembly:
     @cached_property
     def stream(self) -> RowStream:
         training, contract = self.settings.training, self.contract
-        order = SampleOrder(
-            len(self.train),
-            self.rank,
-            self.arguments.world_size,
-            seed=training.data_seed if training.data_seed is not None else training.seed,
-            shuffled=training.train_sampling_strategy == "random",
-            stages=_curriculum(self.settings, self.train),
-            mixture=_mixture(self.settings, self.train),
-        )
+        order = make_order(self.settings, self.data.train, self.rank, self.arguments.world_size)
         buffer: CarryBuffer[Example] | None = None
         if contract.packing:
             buffer = CarryBuffer(contract.packing_length, contract.packing_buffer, contract.packing_min_fill_ratio)
@@ -324,7 +217,7 @@ class Assembly:
             max_length=contract.packing_length,
             accumulation=training.gradient_accumulation_steps,
             metrics=self.metrics,
-            identity=_identity(self.settings, self.train),
+            identity=describe_identity(self.settings, self.data.train),
             measure_truth=self.training_set.measure_truth,
             quarantine=self.quarantine,
         )
@@ -332,7 +225,7 @@ class Assembly:
     @cached_property
     def quarantine(self) -> Quarantine | None:
         most = self.settings.custom.broken_images
-        return Quarantine(self.train, self.folder, most) if most else None
+        return Quarantine(self.data.train, self.folder, most) if most else None
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -416,7 +309,7 @@ class Assembly:
             room=learner.offload,
             notify=say if self.rank == 0 else ignore,
             adapter=adapter,
-            record=RolloutFacts(self.folder) if self.rank == 0 else ignore,
+            record=partial(record_rollouts, self.folder) if self.rank == 0 else ignore,
         )
 
     # What the run reports
@@ -456,13 +349,13 @@ class Assembly:
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:
-        custom, held_out = self.settings.custom, self.held_out
+        custom, data = self.settings.custom, self.data
         asking = Asking(self.folder, custom.eval_samples, self.stop.agree_to_stop, self.bar.show_evaluation)
         evaluations: list[Evaluation] = []
-        if held_out.records is not None and self.settings.evaluates:
+        if data.held_out is not None and self.settings.evaluates:
             evaluations.append(
                 AnswerEvaluation(
-                    held_out.records,
+                    data.held_out,
                     self.questions,
                     self.backend,
                     self.learner.weights,
@@ -474,7 +367,7 @@ class Assembly:
                 )
             )
         if self.settings.evaluates_chat:
-            evaluations.append(ChatEvaluation(held_out.questions, self.own_backend, asking))
+            evaluations.append(ChatEvaluation(data.questions, self.own_backend, asking))
         return evaluations
 
     @cached_property
@@ -514,60 +407,6 @@ def _begin_folder(parts: Assembly, loaded: Loaded, step: int) -> None:
     settings = loaded.settings
     asks_engine = settings.uses_rollouts or settings.backend == "vllm"
     rollouts = describe_rollouts(settings, parts.backend) if asks_engine else None
-    data = {"train": parts.train} | parts.held_out.files
-    write_run_folder(parts.folder, loaded, data, parts.objective.manifest(), rollouts)
+    write_run_folder(parts.folder, loaded, parts.data.files, parts.objective.manifest(), rollouts)
     parts.metrics_file.cut(step)
     remove_from_step(parts.folder / FOLDER, step)
-
-
-def _describe_prompts(custom: Custom) -> dict[str, Any]:
-    """Return the prompts of data sets that have their own, by the number of the set."""
-    names = {"prompt", "class_prompt", "expression_prompt"}
-    own = {str(k): data.model_dump(include=names, exclude_none=True) for k, data in enumerate(custom.train_data)}
-    return {number: texts for number, texts in own.items() if texts}
-
-
-def _identity(settings: Settings, records: Records) -> dict[str, Any]:
-    """Return what must be the same after a resume, besides order and sizes."""
-    identity = {
-        "data": fingerprint(records)["sha256"],
-        "prompt": settings.custom.prompt,
-        "object_field_order": settings.custom.object_field_order,
-        "channels": sorted(settings.channels),
-        "answer_format": settings.custom.answer_format,
-        "model.max_pixels": settings.model.max_pixels,
-        "model.min_pixels": settings.model.min_pixels,
-        "requests": settings.custom.model_dump(mode="json", include=REQUESTS),
-        "model.freeze": sorted(settings.model.freeze),
-        "prompts": _describe_prompts(settings.custom),
-    }
-    if "B" in settings.channels:
-        rollout = settings.rollout_matching.model_dump(mode="json")
-        decoding = ("max_new_tokens", "decoding", "decode_mode", "num_beams", "repeat_terminate")
-        names = (*decoding, "rollouts_per_sample", "noise", *CORRECTION_SETTINGS)
-        identity |= {"training.seed": settings.training.seed, "stage2.b_ratio": settings.stage2.b_ratio}
-        identity["stage2.max_staleness"] = settings.stage2.max_staleness
-        identity |= {f"rollout_matching.{name}": rollout[name] for name in names}
-    return identity
-
-
-def _mixture(settings: Settings, records: Records) -> Mixture | None:
-    """Return how the data sets are mixed, or None if there is only one."""
-    if len(settings.custom.train_data) < 2:
-        return None
-    assert isinstance(records, RecordSet)
-    return Mixture(settings.custom.shares, tuple(map(len, records.parts)))
-
-
-def _curriculum(settings: Settings, records: Records) -> list[StageRecords]:
-    """Return the stages of the curriculum."""
-    stages = []
-    for k, stage in enumerate(settings.custom.curriculum):
-        fitting = np.flatnonzero(records.object_counts <= stage.objects)
-        if not len(fitting):
-            raise DataError(
-                f"custom.curriculum[{k}]: no record of {records} has at most {stage.objects} objects",
-                "raise objects, or remove the stage",
-            )
-        stages.append(StageRecords(stage.samples, fitting))
-    return stages

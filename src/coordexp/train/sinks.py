@@ -21,7 +21,7 @@ from coordexp.errors import DataError, UserError, explain
 from coordexp.files import BestEffort, append_line, drop_torn_line, json_object, write_whole
 from coordexp.logs import say
 from coordexp.ranks import together
-from coordexp.train.pictures import COLUMNS, Shown, describe_objects, draw_objects, escape_markdown, to_wandb_boxes
+from coordexp.train.pictures import COLUMNS, Shown, describe_objects, draw_objects, escape_markdown
 from coordexp.train.stream import RowStream
 
 WANDB_ID = "wandb-run-id"  # in the run folder
@@ -229,10 +229,10 @@ class Wandb(Sink):
     def show(self, state: Any, images: Sequence[Shown]) -> None:
         import wandb
 
-        rows = []
-        for image, report, question in images:
-            scaled, boxes = to_wandb_boxes(image, report)
-            rows.append([wandb.Image(scaled, boxes=boxes, caption=question), question, *describe_objects(report)])
+        rows = [
+            [wandb.Image(draw_objects(image, report), caption=question), question, *describe_objects(report)]
+            for image, report, question in images
+        ]
         table = wandb.Table(columns=list(COLUMNS), data=rows)
         pictures = [row[0] for row in rows]
         self._run.log({"eval/images": pictures, "eval/answers": table, "train/global_step": state.global_step})

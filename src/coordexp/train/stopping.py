@@ -199,37 +199,21 @@ class Health:
         broken = self.broken_steps + 1 if numbers.broken_logits else 0
         overflows = numbers.grad_norm is not None and not math.isfinite(numbers.grad_norm)
         skipped = self.skipped_steps + 1 if overflows and numbers.scaled else 0
-        problems = (
-            _describe_terms(numbers),
-            _describe_gradient(numbers, skipped) if overflows else "",
-            _describe_broken_steps(broken),
-        )
-        if problem := next(filter(None, problems), None):
+        problem = ""
+        if infinite := [(name, value) for name, value in numbers.terms.items() if not math.isfinite(value)]:
+            terms = ", ".join(f"{name} is {_name_value(value)}" for name, value in infinite)
+            problem = f"the loss is not finite: {terms}"
+        elif overflows and not numbers.scaled:
+            problem = f"the gradient norm is {_name_value(numbers.grad_norm)}"
+        elif skipped >= MAX_SKIPPED_STEPS:
+            problem = f"the gradient norm is {_name_value(numbers.grad_norm)} for {skipped} steps in a row"
+        elif broken >= MAX_BROKEN_STEPS:
+            problem = f"logits were broken in {broken} steps in a row"
+        if problem:
             logits = f" ({describe_broken(numbers.broken_logits)})" if numbers.broken_logits else ""
             fix = f"{WAY_OUT}. {advice}" if advice else WAY_OUT
             raise DivergenceError(f"step {numbers.step}: {problem}{logits}; the run stops", fix)
         return Health(broken, skipped)
-
-
-def _describe_terms(numbers: StepNumbers) -> str:
-    broken = [
-        f"{name} is {_name_value(value)}" for name, value in numbers.terms.items() if not math.isfinite(value)
-    ]
-    return f"the loss is not finite: {', '.join(broken)}" if broken else ""
-
-
-def _describe_gradient(numbers: StepNumbers, skipped: int) -> str:
-    assert numbers.grad_norm is not None
-    problem = f"the gradient norm is {_name_value(numbers.grad_norm)}"
-    if not numbers.scaled:
-        return problem
-    return f"{problem} for {skipped} steps in a row" if skipped >= MAX_SKIPPED_STEPS else ""
-
-
-def _describe_broken_steps(broken_steps: int) -> str:
-    if broken_steps < MAX_BROKEN_STEPS:
-        return ""
-    return f"logits were broken in {broken_steps} steps in a row"
 
 
 def describe_broken(count: int) -> str:
@@ -237,8 +221,8 @@ def describe_broken(count: int) -> str:
     return f"{count:,} logits were NaN, infinite or beyond +-{FENCE:,.0f}"
 
 
-def _name_value(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Inf" if value > 0 else "-Inf"
+def _name_value(value: float | None) -> str:
+    return {"nan": "NaN", "inf": "Inf", "-inf": "-Inf"}[str(value)]
 
 
 def check_weights(model: nn.Module, step: int) -> None:

@@ -29,14 +29,10 @@ from coordexp.train.metrics import StepMetrics
 from coordexp.train.mixture import Mixture
 from coordexp.train.quarantine import Quarantine
 
-# The carry buffer in a checkpoint: one safetensors file with one array per token-wise field of `Segment`, all
-# waiting segments joined end to end.
-FORMAT = 1
+FORMAT = 2  # of the carry buffer in a checkpoint
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
-_PER_SEGMENT = ("lengths", "prompt_lengths", "arrived")
 RECENT = 0.9  # the weight of an earlier micro-batch, in the mean length, against the one after it
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2**64 times its fractional part; its multiples spread evenly
-_SOURCE = ("image", "width", "height", "channel", "id", "data_set")
 
 
 @dataclass(frozen=True)
@@ -239,8 +235,8 @@ class RowStream:
         return indices
 
     def next_records(self) -> list[int]:
-        """Return the records that will be taken next, as many as a step takes at most."""
-        return [self.order.index(self.taken + k) for k in range(self._batch * self.accumulation)]
+        """Return the records that will be taken next, as many as two steps take at most."""
+        return [self.order.index(self.taken + k) for k in range(2 * self._batch * self.accumulation)]
 
     def _has_enough(self, buffer: CarryBuffer[Example]) -> bool:
         """Return True if the tokens of two rows will probably wait when all planned micro-steps are packed, and if
@@ -373,43 +369,34 @@ class RowStream:
 
 
 def save_buffer(buffer: CarryBuffer[Example], path: Path) -> None:
-    examples = [example for example, _ in buffer.waiting]
-    segments = [example.segment for example in examples]
-    arrays: dict[str, NDArray[Any]] = {
-        "lengths": np.array([len(segment) for segment in segments], dtype=np.int64),
-        "prompt_lengths": np.array([segment.prompt_length for segment in segments], dtype=np.int64),
-        "arrived": np.array([row for _, row in buffer.waiting], dtype=np.int64),
-    }
-    for name in _STREAMS:
-        arrays[name] = np.concatenate([getattr(segment, name) for segment in segments] or [np.zeros(0)])
-    sources = [
-        [
-            example.image,
-            *example.size,
-            example.channel,
-            astuple(example.id) if example.id else None,
-            example.data_set,
-        ]
-        for example in examples
-    ]
-    metadata = {"format": str(FORMAT), "rows": str(buffer.rows), "sources": json.dumps(sources)}
+    """Save the examples that wait. The streams of the first one are the arrays `0.ids`, `0.roles` and so on."""
+    arrays: dict[str, NDArray[Any]] = {}
+    others = []
+    for k, (example, arrived) in enumerate(buffer.waiting):
+        arrays |= {f"{k}.{name}": getattr(example.segment, name) for name in _STREAMS}
+        source = {name: value for name, value in vars(example).items() if name not in ("segment", "id")}
+        id = astuple(example.id) if example.id else None
+        others.append((source, id, example.segment.prompt_length, arrived))
+    metadata = {"format": str(FORMAT), "rows": str(buffer.rows), "examples": json.dumps(others)}
     save_file(arrays, path, metadata=metadata)
 
 
 def read_buffer(path: Path) -> tuple[list[tuple[Example, int]], int]:
     """Return the examples that waited, each with the number of rows before it, and the number of all rows."""
-    problem = f"{path} does not hold a carry buffer of this version"
-    with explain((SafetensorError, KeyError, ValueError), problem, "resume from another checkpoint"):
-        arrays, rows, sources = _read(path)
-    cuts = np.cumsum(arrays["lengths"])[:-1]
-    streams = {name: np.split(arrays[name], cuts) for name in _STREAMS}
-    waiting = []
-    for k, (image, width, height, channel, id, data_set) in enumerate(sources):
-        parts = {name: stream[k] for name, stream in streams.items()}
-        segment = Segment(**parts, prompt_length=int(arrays["prompt_lengths"][k]))
-        example = Example(segment, image, (width, height), channel, ExampleId(*id) if id else None, data_set)
-        waiting.append((example, int(arrays["arrived"][k])))
-    return waiting, rows
+    problem, errors = f"{path} does not hold a carry buffer of this version", (KeyError, TypeError, ValueError)
+    with (
+        explain((SafetensorError, *errors), problem, "resume from another checkpoint"),
+        safe_open(path, framework="numpy") as file,
+    ):
+        metadata = file.metadata() or {}
+        if (number := metadata.get("format")) != str(FORMAT):
+            raise ValueError(f"it has format {number}, and this version reads {FORMAT}")
+        waiting = []
+        for k, (source, id, prompt_length, arrived) in enumerate(json.loads(metadata["examples"])):
+            streams = {name: file.get_tensor(f"{k}.{name}") for name in _STREAMS}
+            source |= {"size": tuple(source["size"]), "id": ExampleId(*id) if id else None}
+            waiting.append((Example(Segment(**streams, prompt_length=prompt_length), **source), arrived))
+        return waiting, int(metadata["rows"])
 
 
 def _state_file(folder: Path, rank: int) -> Path:
@@ -426,20 +413,3 @@ def _read_state(folder: Path, rank: int) -> dict[str, Any]:
         raise DataError(f"{file}: missing", "resume from a checkpoint that has the states of all its processes")
     state: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return state
-
-
-def _read(path: Path) -> tuple[dict[str, NDArray[Any]], int, list[Any]]:
-    with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata()
-        if metadata.get("format") != str(FORMAT):
-            raise ValueError(f"it has format {metadata.get('format')}, and this version reads {FORMAT}")
-        arrays = {name: file.get_tensor(name) for name in (*_PER_SEGMENT, *_STREAMS)}
-    rows, sources = int(metadata["rows"]), json.loads(metadata["sources"])
-    total = int(arrays["lengths"].sum())
-    if any(len(arrays[name]) != len(sources) for name in _PER_SEGMENT) or any(
-        len(arrays[name]) != total for name in _STREAMS
-    ):
-        raise ValueError("its streams have different lengths")
-    if any(len(source) != len(_SOURCE) for source in sources):
-        raise ValueError(f"its sources are not {', '.join(_SOURCE)}")
-    return arrays, rows, sources

@@ -3,9 +3,10 @@
 import time
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from coordexp.logs import say
+from coordexp.logs import say, writes_records
 from coordexp.tasks import TELL_EVERY_S, describe_progress
 from coordexp.train.sinks import Sink
 
@@ -19,6 +20,7 @@ class Bar(Sink):
 
     def __init__(self) -> None:
         self._progress: Progress | None = None
+        self._on_terminal = False  # else in a log
         self._task: Any = None
         self._description = "training"
         self._evaluating_since = self._show_at = 0.0  # when the progress of an evaluation is shown next
@@ -31,12 +33,13 @@ class Bar(Sink):
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(elapsed_when_finished=True),
         )
-        self._progress = Progress(*columns)
+        self._progress = Progress(*columns, console=Console(soft_wrap=True))
         self._task = self._progress.add_task(
             self._description, total=state.max_steps, completed=state.global_step, rate=""
         )
         self._start = time.time(), state.global_step
-        if self._progress.console.is_terminal:
+        self._on_terminal = self._progress.console.is_terminal and not writes_records()
+        if self._on_terminal:
             self._progress.start()
 
     def end_step(self, state: Any) -> None:
@@ -47,7 +50,7 @@ class Bar(Sink):
 
     def log(self, state: Any, values: dict[str, float]) -> None:
         assert self._progress is not None
-        console, step = self._progress.console, state.global_step
+        show, step = self._progress.console.print if self._on_terminal else say, state.global_step
         if "loss" in values:
             self._description = f"loss {values['loss']:.4f}"
             self._progress.update(self._task, description=self._description)
@@ -57,11 +60,11 @@ class Bar(Sink):
             if name in RESULTS or name.startswith("eval_accuracy_")
         )
         if results:
-            console.print(f"step {step}: {results}")
+            show(f"step {step}: {results}")
         elif "loss" in values and (summary := summarise_rollouts(values)):
-            console.print(f"step {step}/{state.max_steps}  {summary}", soft_wrap=True)
-        elif not console.is_terminal and "loss" in values:
-            console.print(f"step {step}/{state.max_steps}  loss {values['loss']:.4f}")
+            show(f"step {step}/{state.max_steps}  {summary}")
+        elif not self._on_terminal and "loss" in values:
+            show(f"step {step}/{state.max_steps}  loss {values['loss']:.4f}")
 
     def show_evaluation(self, done: int, total: int) -> None:
         """Show how many images of an evaluation are done, beginning with 0: in the bar, or in a log as a line
@@ -73,12 +76,12 @@ class Bar(Sink):
             self._evaluating_since, self._show_at = now, now + QUIET
         elif done >= total:
             self._progress.update(self._task, description=self._description)
-        elif now >= self._show_at and self._progress.console.is_terminal:
+        elif now >= self._show_at and self._on_terminal:
             self._progress.update(self._task, description=text)
         elif now >= self._show_at:
             self._show_at = now + TELL_EVERY_S
             rate = done / (now - self._evaluating_since)
-            self._progress.console.print(describe_progress("evaluating", done, total, rate))
+            say(describe_progress("evaluating", done, total, rate))
 
     def close(self) -> None:
         """Leave the terminal as it was, however the run ends."""

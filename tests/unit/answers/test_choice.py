@@ -56,10 +56,6 @@ def test_the_best_answer_is_chosen_and_of_equal_ones_the_first(worse, best, trut
     assert choose(*worse, best, best, truth=truth).index == len(worse)
 
 
-def test_best_asks_nothing_about_agreement():
-    assert choose(write(CUP), write(CAT)).agreed is None
-
-
 def test_objects_of_enough_answers_that_no_label_has_are_agreed():
     near, far = box("dog", 504, 300), box("lamp", 800, 0)
     choice = choose(write(CUP, DOG), write(near, far), write(CAT, box("fox", 508, 300)), settings=union())

@@ -112,12 +112,6 @@ def test_a_scene_of_hundreds_of_objects_is_matched():
     assert len(result.missed) == len(truth) - len(truth) // 2
 
 
-@pytest.mark.parametrize(("predicted", "true"), [([], []), ([box(1, 1, 9, 9)], []), ([], [box(1, 1, 9, 9)])])
-def test_without_predictions_or_true_objects_nothing_is_matched(predicted, true):
-    result = match_objects(predicted, true, RolloutMatching())
-    assert (result.pairs, len(result.missed), len(result.false_positives)) == ((), len(true), len(predicted))
-
-
 @pytest.mark.scenario("R27.C2", on="pure")
 def test_the_iou_of_integer_boxes_is_exact_at_a_resolution_of_1000():
     chooser = random.Random(2)

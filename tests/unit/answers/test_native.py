@@ -7,10 +7,10 @@ import pytest
 
 from coordexp.answers.entries import Reason
 from coordexp.answers.formats import NativeAnswers, is_readable, load_format
-from coordexp.answers.native import to_number, write_native
+from coordexp.answers.native import write_native
 from coordexp.answers.segment import Role, TokenKind
 from coordexp.answers.table import VocabularyError, VocabularyTable
-from coordexp.data import BINS, Geometry, TrueObject, to_bin
+from coordexp.data import Geometry, TrueObject, to_bin
 from coordexp.demo.model import make_tokenizer
 from coordexp.errors import UserError
 from tests.unit.answers.conftest import box
@@ -49,12 +49,6 @@ def test_the_text_is_that_of_the_published_example():
     assert write_native(objects, QWEN.table).text.decode() == PUBLISHED
     assert write_native((), QWEN.table).text.decode() == "```json\n[]\n```"
     assert [(item.desc, item.geometry) for item in read(PUBLISHED)] == [(o.desc, o.geometry) for o in objects]
-
-
-def test_every_bin_survives_and_the_edges_are_0_and_1000():
-    numbers = [to_number(bin) for bin in range(BINS)]
-    assert (numbers[0], numbers[-1]) == (0, 1000)
-    assert [to_bin(number, 1000) for number in numbers] == list(range(BINS))
 
 
 def test_every_token_of_the_answer_is_trained_and_digits_have_the_kind_of_coordinates():
@@ -167,13 +161,6 @@ def test_an_object_that_is_cut_off_comes_last_with_its_reason(rest, reason):
     assert [item.reason for item in objects[1:]] == ([] if reason is None else [reason])
 
 
-def test_unknown_and_negative_ids_end_the_answer():
-    ids = encode(f"[{CUP}, {DOG}]", QWEN.table)
-    for wrong in (len(QWEN.table.pieces) + 5, -1):
-        (item,) = QWEN.read([*ids[:-1], wrong, *ids[-1:]]).objects[:1]
-        assert item.desc == "cup"
-
-
 def test_the_digits_of_an_object_are_its_coordinate_tokens():
     ids = encode(PUBLISHED, QWEN.table)
     objects = QWEN.read(ids).objects
@@ -187,17 +174,6 @@ def test_the_tokens_of_an_object_begin_where_it_is_decided_that_there_is_another
     text = [QWEN.table.bytes_of([id]).decode() for id in ids]
     assert (text[first[0]], text[second[0]]) == ("[\n", '"},\n')
     assert (first[-1] + 1, second[-1] + 1) == (second[0], len(ids))
-
-
-def test_labels_keep_quotes_accents_and_special_texts():
-    desc = 'a "café" \\ <|im_end|> <|coord_5|> \n猫'
-    segment = QWEN.write((), [TrueObject(desc, box(1, 2, 30, 40))])
-    (item,) = QWEN.read(segment.ids.tolist()).objects
-    assert item.desc == desc
-    assert QWEN.table.end_of_turn not in segment.ids[:-1]
-    assert not any(QWEN.table.is_coord(id) for id in segment.ids.tolist())
-    content = QWEN.table.bytes_of(segment.ids[:-1].tolist()).decode()
-    assert json.loads(content.removeprefix("```json").removesuffix("```"))[0]["label"] == desc
 
 
 def test_a_tokenizer_without_coordinate_tokens_writes_and_reads_native_answers_only():

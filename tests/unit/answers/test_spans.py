@@ -42,26 +42,6 @@ def test_a_range_extends_from_the_quote_of_the_key_to_the_end_of_the_value(text,
     assert (lost in reasons) or lost is None
 
 
-@pytest.mark.parametrize("behind", ["", " more", '"c": 3}'])
-def test_the_last_range_ends_where_the_answer_ends(behind):
-    image = SMALL.tokenizer.token_to_id("<|image_pad|>")
-    half_written, not_begun, stopped = (
-        [*spell('{"a": 1, "b": [2'), image, *spell(behind)],
-        [*spell('{"a": 1, '), image, *spell(behind)],
-        [*spell('{"a": 1, "b": [2'), SMALL.end_of_turn, *spell(behind)],
-    )
-    assert entry_spans(half_written, SMALL) == ((1, 7), (9, 16))
-    assert entry_spans(not_begun, SMALL) == ((1, 7), (9, 9))
-    assert entry_spans(stopped, SMALL) == ((1, 7), (9, 16))
-
-
-def test_a_token_with_the_end_of_one_entry_and_the_beginning_of_the_next_belongs_to_both():
-    qwen = table("qwen")
-    ids = [qwen.byte_ids[byte] for byte in b'{"a": {']
-    ids += [qwen.pieces.index(b'},"'), *(qwen.byte_ids[byte] for byte in b'b": 2}')]
-    assert entry_spans(ids, qwen) == ((1, 8), (7, 13))
-
-
 def test_a_token_belongs_to_the_object_in_which_it_ends():
     assert entry_indices(spell('{"a": 1, "b": 2}'), SMALL) == [-1, *[0] * 6, *[1] * 8, 2]
     assert entry_indices(spell("{}"), SMALL) == [-1, -1]

@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 import numpy as np
 import pytest
@@ -64,16 +63,3 @@ def test_a_pair_of_boxes_takes_the_true_box_and_a_pair_with_a_polygon_is_transpo
     assert box_to_polygon[1] < 150 < box_to_polygon[3]
     assert len(polygon_to_box) == 8
     assert any(value != round(value) for value in (*box_to_polygon, *polygon_to_box))
-
-
-def test_one_long_polygon_does_not_slow_the_others_down():
-    small = [(ring(12, 50, seed=k), ring(12, 60, seed=k)) for k in range(40)]
-    long = [(ring(400, 300), ring(90, 300))]
-
-    def seconds(problems):
-        start = time.perf_counter()
-        project(problems, DEFAULT)
-        return time.perf_counter() - start
-
-    apart = min(seconds(small) + seconds(long) for _ in range(3))
-    assert min(seconds(small + long) for _ in range(3)) < 3 * apart

@@ -257,6 +257,7 @@ def test_a_run_folder_that_cannot_be_written_is_reported_before_anything_is_load
     assert "loading" not in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_torchvision_of_another_build_is_an_error_with_a_way_out(tmp_path):
     """-S leaves out what the development environment does to load a torchvision that was built for CUDA."""

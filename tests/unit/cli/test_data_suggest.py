@@ -89,11 +89,6 @@ def test_nothing_is_overwritten(folder):
     assert (folder / "new.jsonl").read_text() == before
 
 
-def test_the_data_set_is_not_completed_in_place(folder):
-    suggest(folder)
-    assert "train.jsonl exists" in complete(folder, "--accept-above", "0", out="train.jsonl").output
-
-
 def test_an_export_overwrites_nothing_and_refuses_options_without_effect(folder):
     words = ("export", "labelstudio", folder / "train.jsonl", "--out")
     assert run(*words, folder / "tasks.json").exit_code == 0

@@ -5,8 +5,8 @@ from typing import Any
 
 from coordexp.config.settings import Custom
 from coordexp.data import Questions, Record
-from coordexp.detect.answering import Answering, AnswerOptions
-from coordexp.tasks import ignore
+from coordexp.detect.answering import Answering, AnswerOptions, AskedModel
+from coordexp.rollout.backend import ImageRef
 
 DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 9,
@@ -41,8 +41,10 @@ QUESTIONS = Questions.of(Custom())
 
 def make_request(image_id: int, sample: int | None, **changes: Any) -> Any:
     options = AnswerOptions(**DEFAULTS | changes)
-    answering: Any = Answering(Path(), QUESTIONS, None, None, options, ignore)  # type: ignore[arg-type]
-    return answering._make_request(image_id, Record(f"{image_id}.png", 8, 8, "bin", ()), sample)
+    model: Any = AskedModel(Path(), None, QUESTIONS, None)  # type: ignore[arg-type]
+    answering = Answering(model, None, options)  # type: ignore[arg-type]
+    record = Record(f"{image_id}.png", 8, 8, "bin", ())
+    return answering.make_request(image_id, record, ImageRef(record.image, 8, 8), sample)
 
 
 def test_the_samples_of_an_image_have_seeds_of_their_own_whatever_the_number_of_samples_is():

@@ -26,7 +26,7 @@ def test_progress_is_described_by_count_rate_and_what_remains(done, rate, text):
 def test_a_log_gets_lines_while_a_batch_runs_and_a_terminal_gets_none(monkeypatch, capsys):
     monkeypatch.setattr(console, "TELL_EVERY_S", 0.05)
     lines: list[str] = []
-    monkeypatch.setattr(console.err, "print", lambda text, **_: lines.append(text))
+    monkeypatch.setattr(console, "say", lines.append)
     with console.bar("answering", 8, done=4) as advance:
         wait_for(lines, 2)
         advance()

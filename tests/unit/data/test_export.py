@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import Record, RecordObject, read_records
-from coordexp.data.export import number_classes
 from tests.unit.data.sources import write_image
 
 
@@ -163,8 +162,3 @@ def test_yolo_labels_are_clipped_to_the_image(tmp_path):
     assert (tmp_path / "yolo/labels/a.txt").read_text().split() == [
         "0", "0.500000000", "0.625000000", "1.000000000", "0.750000000"
     ]  # fmt: skip
-
-
-def test_classes_keep_their_numbers_and_others_get_the_next_ones():
-    objects = [RecordObject("b", "bbox_2d", (0, 0, 1, 1), 5), RecordObject("a", "bbox_2d", (0, 0, 1, 1))]
-    assert number_classes(objects) == {"a": 6, "b": 5}

@@ -33,13 +33,6 @@ def test_the_counts_are_printed_and_the_file_can_be_trained_on(source):
     assert CliRunner().invoke(app, ["data", "doctor", str(out)]).exit_code == 0
 
 
-def test_options_reach_the_rules(source):
-    out = source / "train.jsonl"
-    run("coco", source / "coco.json", "--images", source / "images", "--out", out, "--crowd", "keep")
-    ((_, record),) = read_records(out)
-    assert len(record.objects) == 2
-
-
 def test_a_file_that_exists_is_not_overwritten(source):
     out = source / "train.jsonl"
     out.write_text("mine")

@@ -103,11 +103,3 @@ def test_lines_are_copied_as_they_are(tmp_path):
     file.write_text("\n\n".join(lines) + "\r\n")
     _, train, val = split(file, "--val", 5)
     assert sorted((train.read_text() + val.read_text()).splitlines()) == sorted(lines)
-
-
-def test_existing_files_are_kept(tmp_path):
-    file = make_file(tmp_path)
-    (tmp_path / "all.val.jsonl").write_text("mine")
-    result, _, val = split(file, "--val", 0.1)
-    assert result.exit_code == 1
-    assert val.read_text() == "mine"

@@ -135,3 +135,14 @@ def test_the_right_answer_to_absent_classes_is_empty():
     assert report.behaviour.rates["unasked"] == Rate(0, 0)
     assert list(report.asked) == [1]
     assert report.with_class.at(0.5) == MatchCounts(0, 0, 1)
+
+
+def test_ratios_of_sums_are_the_metrics_of_the_report():
+    truth, answers = crowd(3, images=30, shapes=("bbox_2d", "poly"), asks=True)
+    answers[4] = answer(
+        invalid_object(), prediction("cat", (1, 1, 50, 50)), image_id=5, image="5.png", finish="length", text="no"
+    )
+    metrics = evaluate(truth, answers).metrics()
+    for name, counts in count_by_image(truth, answers).items():
+        numerator, denominator = counts.sum(axis=0)
+        assert numerator / denominator == pytest.approx(metrics[name], abs=1e-12), name

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+from coordexp.child_processes import end_with_parent
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-BETWEEN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}], start_new_session=True)"
 
 
 class FakeServer(BaseHTTPRequestHandler):
@@ -39,13 +41,13 @@ def main():
     parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--die-when", type=Path)
     parser.add_argument("--at-start", type=int)
-    parser.add_argument("--spawn", action="store_true")
+    parser.add_argument("--engine", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     options = parser.parse_args()
     print("starting the engine", file=sys.stderr)
-    if options.spawn:  # an engine in a session of its own, whose parent ends before it
-        subprocess.run([sys.executable, "-c", BETWEEN], check=True)
-        subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True)
+    if options.engine:  # which ends only with its server
+        tie = partial(end_with_parent, os.getpid())
+        subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True, preexec_fn=tie)
     if options.at_start is not None:
         print("no room for the engine", file=sys.stderr)
         sys.exit(options.at_start)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordexp.child_processes import RUN_FOLDER
+from tests import zygote
 from tests.source import SOURCE
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,9 @@ print('step 1')
 print(os.environ['COORDEXP_SERVER_TOKEN'] == 'secret-token', sys.stdout.isatty(), 'RANK' in os.environ)
 """
 SAVES = """
-import signal, sys, time
+import os, signal, sys, time
+from coordexp.child_processes import end_with_parent
+end_with_parent(os.getppid())  # as a rank of torchrun does
 def stop(*_):
     sys.stdout.write('saved\\n')  # in one piece: another rank may write too
     sys.exit(0)
@@ -67,7 +69,7 @@ def without_stamp(line):
 class LaunchProcess:
     """A launcher in a process of its own, its output so far, and all processes that carry its mark."""
 
-    def __init__(self, learner, servers, ranks=False, before=(), **patience):
+    def __init__(self, learner, servers, ranks=False, **patience):
         self.mark = uuid.uuid4().hex
         request = {
             "servers": servers,
@@ -76,7 +78,7 @@ class LaunchProcess:
             "patience": {"server_s": 5.0, "back_off_s": [0.1, 0.1, 0.1]} | patience,
         }
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "tests.unit.launch.launcher", json.dumps(request)],
+            [sys.executable, "-m", "tests.unit.launch.launcher", json.dumps(request)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -124,7 +126,7 @@ def launch(*arguments, **options):
 
 def test_when_the_learner_is_done_the_launch_ends_with_0_and_no_process_is_left():
     """The learner gets the token, no terminal, and no variables of another torchrun."""
-    with launch(DONE, [fake("--spawn"), fake()]) as run:
+    with launch(DONE, [fake("--engine"), fake()]) as run:
         assert run.wait() == 0, run.text
         lines = run.text.splitlines()
         assert "server 0 | starting the engine" in lines
@@ -137,14 +139,14 @@ def test_when_the_learner_is_done_the_launch_ends_with_0_and_no_process_is_left(
 
 
 def test_a_learner_that_fails_ends_the_launch_with_its_code_and_its_last_lines_are_repeated():
-    with launch("import sys; print('bad data'); sys.exit(7)", [fake("--spawn")]) as run:
+    with launch("import sys; print('bad data'); sys.exit(7)", [fake("--engine")]) as run:
         assert run.wait() == 7, run.text
         repeated = run.text.split("the last lines of learner:")[1]
         assert "learner  | bad data" in repeated
 
 
 def test_a_server_that_ends_at_the_start_ends_the_launch_before_anything_is_trained():
-    with launch(DONE, [fake(), fake("--at-start", "3", "--spawn")]) as run:
+    with launch(DONE, [fake(), fake("--at-start", "3", "--engine")]) as run:
         assert run.wait() == 1
         repeated = run.text.split("the last lines of server 1:")[1]
         assert "server 1 | no room for the engine" in repeated
@@ -154,7 +156,7 @@ def test_a_server_that_ends_at_the_start_ends_the_launch_before_anything_is_trai
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_signal_lets_the_learner_save_before_servers_end(number, code):
-    with launch(SAVES, [fake("--spawn")]) as run:
+    with launch(SAVES, [fake("--engine")]) as run:
         run.read_until("training")
         run.process.send_signal(number)
         assert run.wait() == code, run.text
@@ -170,7 +172,7 @@ def test_parts_that_do_not_end_are_killed_after_their_grace():
 
 
 def test_a_second_ctrl_c_ends_everything_at_once():
-    with launch(IGNORES, [fake("--spawn", "--stubborn")], learner_s=60.0, server_s=20.0) as run:
+    with launch(IGNORES, [fake("--engine", "--stubborn")], learner_s=60.0, server_s=20.0) as run:
         run.read_until("training")
         run.process.send_signal(signal.SIGINT)
         run.read_until("finishes its step")
@@ -192,9 +194,9 @@ def test_a_launch_whose_servers_do_not_answer_ends_by_ctrl_c_or_by_itself(interr
 
 
 def test_no_process_outlives_a_launcher_that_is_killed():
-    with launch(IGNORES, [fake("--spawn"), fake()]) as run:
+    with launch(IGNORES, [fake("--engine"), fake()]) as run:
         run.read_until("training")
-        assert len(run.find_processes()) >= 9  # launcher; three tethers; two servers, learner; two engines
+        assert len(run.find_processes()) == 5  # the launcher, two servers, an engine, and the learner
         run.process.kill()
         run.process.wait()
         until = time.monotonic() + 5
@@ -202,34 +204,23 @@ def test_no_process_outlives_a_launcher_that_is_killed():
             time.sleep(0.05)
 
 
-def test_a_part_whose_tether_is_killed_leaves_no_process_and_no_folder_and_is_restarted():
-    with launch(SAVES, [fake("--spawn")]) as run:
-        tether = int(re.search(r"process (\d+)", run.read_until("started server 0"))[1])
+def test_a_server_that_is_killed_leaves_no_process_and_is_restarted():
+    with launch(SAVES, [fake("--engine")]) as run:
+        server = int(re.search(r"process (\d+)", run.read_until("started server 0"))[1])
         run.read_until("training")
-        below = psutil.Process(tether).children(recursive=True)
-        assert len(below) >= 3
-        folder = Path(psutil.Process(tether).environ()[RUN_FOLDER])
-        assert folder.is_dir()
-        os.kill(tether, signal.SIGKILL)
-        run.read_until("started server 0")
-        assert not folder.exists()
-        assert not any(process in run.find_processes() for process in below)
+        (engine,) = psutil.Process(server).children()
+        os.kill(server, signal.SIGKILL)
+        run.read_until(r"server 0 ended with exit code 137")
+        assert not zygote.lives(engine)
         run.read_until("starting the engine")
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 0, run.text
 
 
-def test_a_process_that_a_shell_started_before_it_became_the_launcher_is_not_killed():
-    shell = ["sh", "-c", f'env -u {MARK} sleep 600 & exec "$@"', "sh"]
-    with launch(DONE, [fake()], before=shell) as run:
-        run.read_until("waiting")
-        (other,) = [child for child in psutil.Process(run.process.pid).children() if child.name() == "sleep"]
-        try:
-            run.read_until("exit code 0")
-            run.process.wait(timeout=20)
-            assert other.is_running()
-        finally:
-            other.kill()
+def test_what_a_part_leaves_in_its_process_group_is_killed():
+    leaves = "import subprocess, sys; subprocess.Popen(['sleep', '600']); sys.exit(3)"
+    with launch(leaves, [fake()]) as run:
+        assert run.wait() == 3, run.text
 
 
 def test_a_server_that_ends_is_restarted_a_few_times_and_then_given_up(tmp_path):
@@ -287,13 +278,18 @@ def test_a_reader_that_goes_away_stops_no_part(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_the_ranks_of_torchrun_get_the_signal_and_torchrun_ends_with_0(tmp_path):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_ranks_of_torchrun_save_after_a_signal_and_end_with_torchrun_if_it_is_killed(tmp_path, is_killed):
     script = tmp_path / "rank.py"
     script.write_text(SAVES)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     with launch([sys.executable, *torchrun], [fake()], ranks=True) as run:
+        learner = int(re.search(r"process (\d+)", run.read_until("started learner"))[1])
         run.read_until("training")
         run.read_until("training")
-        run.process.send_signal(signal.SIGTERM)
-        assert run.wait() == 0, run.text
-        assert run.text.count("saved") == 2
+        if is_killed:
+            os.kill(learner, signal.SIGKILL)
+        else:
+            run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == (137 if is_killed else 0), run.text
+        assert run.text.count("saved") == (0 if is_killed else 2)

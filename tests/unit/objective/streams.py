@@ -5,9 +5,12 @@ from typing import Any
 import torch
 
 from coordexp.answers.segment import Role
+from coordexp.config.sections import OWN
+from coordexp.extensions import resolve_part
 from coordexp.objective.collate import Supervision
 from coordexp.objective.split import Split, SplitRequest
 
+MODULES = {name: resolve_part(settings.kind) for name, settings in OWN.items()}
 FIRST = 5
 SIZE = 1010
 

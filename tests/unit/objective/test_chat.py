@@ -74,13 +74,3 @@ def test_the_loss_of_a_data_set_is_that_of_its_samples_alone():
         assert report[f"set/{name}/tokens"] == span.length
     assert report["set/unused/samples"] == 0 and "set/unused/loss" not in report
     assert tally.report()["set/scenes/samples"] == 0
-
-
-def test_a_row_of_one_data_set_needs_no_second_measure():
-    objective = Objective(chat_settings(), FIRST)
-    split = splitter(random_logits(), MIXED)
-    measures = objective.measure(split, MIXED)
-    tally = SetTally(objective, ("a", "b"))
-    objective.measure = None  # a call would fail
-    tally.add(Row({}, MIXED, spans(1, 1)[:1]), split, measures)
-    assert tally.report()["set/b/loss"] > 0

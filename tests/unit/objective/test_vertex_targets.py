@@ -95,6 +95,7 @@ def per_token(predicted: Geometry, landed: Floats) -> Floats:
     return np.array([(ax + dx) / 2, (ay + by) / 2, (bx + cx) / 2, (cy + dy) / 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair",
     [

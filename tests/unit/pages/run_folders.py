@@ -102,15 +102,15 @@ COORD_REG = {
 }
 
 
-def write_dumped_run(folder, steps=(0, 1), **changes):
+def write_dumped_run(folder, steps=(0, 1), truth=TRUTH, **changes):
     """Write a run whose dumps have the examples of `tests.dumped` at these steps, with their images. `changes` are
-    settings of the rollouts, or another script."""
+    settings of the rollouts, or another script. To show other images, give their `truth`."""
     tree = settings(output_dir=str(folder)) | {"rollout_matching": {"pipeline": {"objective": [COORD_REG]}}}
-    data = {"train": {"file": str(folder / "records.jsonl"), "records": len(TRUTH), "sha256": ""}}
+    data = {"train": {"file": str(folder / "records.jsonl"), "records": len(truth), "sha256": ""}}
     write_run(folder, lines(), tree, [manifest(data=data)])
-    for name in TRUTH:
+    for name in truth:
         Image.new("RGB", (64, 48), "teal").save(folder / name)
-    encode, _ = dumping(folder, **changes)
+    encode, _ = dumping(folder, truth=truth, **changes)
     for step in steps:
-        encode(range(len(TRUTH)), StepIndex(step, 0))
+        encode(range(len(truth)), StepIndex(step, 0))
     return folder

@@ -5,61 +5,44 @@ import threading
 import httpx
 import pytest
 
-from coordexp.errors import DataError
-from coordexp.pages.live import LivePages, compute_dump_stamp, listen
+from coordexp.pages.live import compute_dump_stamp, listen
 
 
 @pytest.fixture
 def served(tmp_path):
-    """A run folder, the stamps for which a page was made, and a client of the server."""
-    stamps = []
-
-    def make_page(stamp):
-        stamps.append(stamp)
-        return f"<p>page {len(stamps)}</p>"
-
-    def fail(stamp):
-        raise DataError("nothing <b>yet</b>")
-
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    server = listen(LivePages(tmp_path, {"/": make_page, "/report": fail}), 0)
+    """A run folder that has nothing yet, and a client of the server of its pages."""
+    folder = tmp_path / "<b>run"
+    folder.mkdir()
+    server = listen(folder, 200, 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     with httpx.Client(base_url=f"http://127.0.0.1:{server.server_address[1]}") as client:
-        yield tmp_path, stamps, client
+        yield folder, client
     server.shutdown()
     server.server_close()
     thread.join(5)
 
 
-def test_a_page_is_made_again_only_if_the_run_wrote_more(served):
-    folder, stamps, client = served
-    assert client.get("/").text == client.get("/").text == "<p>page 1</p>"
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write("{}\n")
-    assert client.get("/").text == "<p>page 2</p>"
-    assert len(stamps) == 2
-
-
-def test_changed_says_whether_the_run_dumped_more_than_the_page_shows(served):
-    folder, _, client = served
-    since = compute_dump_stamp(folder)
-    assert client.get("/changed", params={"since": since}).json() == {"changed": False, "step": 0}
+def test_the_stamp_changes_when_the_run_dumps_more(served):
+    folder, client = served
+    stamps = [client.get("/stamp").text]
     (folder / "dumps").mkdir()
-    (folder / "dumps/step-000011.jsonl").write_text("")
-    assert client.get("/changed", params={"since": since}).json() == {"changed": True, "step": 12}
+    for name, text in (("step-000011.jsonl", ""), ("step-000011.jsonl", "{}\n"), ("trained-000011.jsonl", "")):
+        (folder / "dumps" / name).write_text(text)
+        stamps.append(client.get("/stamp").text)
+    assert len(set(stamps)) == 4 and compute_dump_stamp(folder) == stamps[-1]
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
 def test_nothing_can_be_changed_through_it(served, method):
-    assert served[2].request(method, "/").status_code == 501
+    assert served[1].request(method, "/").status_code == 501
 
 
 @pytest.mark.parametrize(
     "address", ["/../metrics.jsonl", "/metrics.jsonl", "/%2e%2e/metrics.jsonl", "//etc/passwd"]
 )
 def test_no_file_can_be_read_through_it(served, address):
-    assert served[2].get(address).status_code == 404
+    assert served[1].get(address).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -73,9 +56,10 @@ def test_no_file_can_be_read_through_it(served, address):
     ],
 )
 def test_a_foreign_host_name_is_refused_and_a_forwarded_port_is_not(served, host, status):
-    assert served[2].get("/", headers={"Host": host}).status_code == status
+    assert served[1].get("/", headers={"Host": host}).status_code == status
 
 
-def test_the_reason_why_there_is_no_page_yet_is_escaped(served):
-    text = served[2].get("/report").text
-    assert "nothing &lt;b&gt;yet&lt;/b&gt;" in text
+def test_a_run_that_has_nothing_to_show_yet_has_a_page_that_says_why(served):
+    for address in ("/", "/report"):
+        text = served[1].get(address).text
+        assert "&lt;b&gt;run" in text and "<b>run" not in text and 'http-equiv="refresh"' in text

@@ -57,9 +57,9 @@ def test_the_coordinates_of_an_object_have_the_targets_of_its_true_object(tmp_pa
     for target, owner in zip(sample["tokens"]["target"], sample["tokens"]["owner"], strict=True):
         if target is not None:
             targets.setdefault(owner, []).append(target)
-    for j, true in enumerate((CUP, DOG)):  # targets of a polygon are means over its vertices
-        by = sample["truth"][j]["by"]
-        assert targets[-2 - j if by is None else by] == list(true.geometry.bins)
+    truth = [obj for obj in sample["objects"] if obj["group"] == "True"]
+    for shown, true in zip(truth, (CUP, DOG), strict=False):  # targets of a polygon are means over its vertices
+        assert targets[shown["owner"]] == list(true.geometry.bins)
     assert len(targets) == 3
 
 
@@ -67,19 +67,20 @@ def test_an_object_in_the_wrong_place_is_shown_where_it_was_and_where_it_is_now(
     sample = show(dump(tmp_path, ROOF_CUP_CUP_LAMP, correction=IN_ORDER))
     assert text_of(sample, 0, cut=True).strip("{").startswith('"object_1": {"desc": "roof"')
     assert text_of(sample, 0, cut=False).startswith(', "object_5": {"desc": "roof"')
-    assert sample["objects"][0]["change"] == "moved"
-    assert [obj["number"] for obj in sample["objects"]] == [5, 2, 3, 1]
-    assert sample["truth"][1]["number"] == 4
+    words = [obj["words"] for obj in sample["objects"]]
+    assert sample["objects"][0]["mark"] == "1 → 5" and words[0].endswith("moved: object_1 → object_5")
+    assert words[2] == "matches no true object, moved: object_3 → object_3" and words[3].endswith("now object_1")
+    assert words[5] == "added as object_4"
 
 
-def test_what_is_left_out_has_a_change_and_no_number(tmp_path):
+def test_what_is_left_out_says_why(tmp_path):
     correction = {"duplicates": "remove", "extras": "remove", "insertion": "in_order"}
     dumped = dump(tmp_path, ROOF_CUP_CUP_LAMP, correction=correction)
-    objects = show(dumped)["objects"]
-    assert [obj["change"] for obj in objects] == ["moved", None, "duplicate", "removed"]
-    assert [obj["number"] for obj in objects] == [3, 1, None, None]
+    objects = show(dumped)["objects"][:4]
+    assert [obj["state"] for obj in objects] == ["matched", "matched", "duplicate", "removed"]
+    assert [obj["mark"] for obj in objects] == ["1 → 3", "", "duplicate", "removed"]
     entry = summarise_sample(dumped, None)
-    assert (entry["duplicate"], entry["removed"], entry["moved"], entry["extra"]) == (1, 1, 1, 2)
+    assert entry["extra"] == 2
     assert text_of(show(dumped), 2, cut=False) == ""
 
 
@@ -107,11 +108,11 @@ LAMPS = [written(("lamp", LAMP)), CUP_CUP_ROOF, written(("cup", NEAR_CUP), ("lam
 def test_an_object_that_several_answers_agree_on_is_shown_with_its_tokens_and_number(tmp_path):
     dumped = dump(tmp_path, LAMPS, **UNION)
     sample = show(dumped)
-    (lamp,) = sample["agreed"]
-    assert lamp == {"desc": "lamp", "kind": "bbox_2d", "bins": [851, 0, 950, 100], "number": 1}
+    lamp = sample["objects"][-1]
+    assert (lamp["desc"], lamp["bins"], lamp["mark"]) == ("lamp", [851, 0, 950, 100], "→ 1")
     owner = -2 - 3  # behind the three true objects
+    assert (lamp["owner"], lamp["state"]) == (owner, "agreed")
     assert '"object_1": {"desc": "lamp"' in text_of(sample, owner, cut=False)
-    assert summarise_sample(dumped, None)["agreed"] == 1
 
 
 def test_an_extra_that_other_answers_have_too_is_marked_if_that_keeps_or_teaches_it(tmp_path):
@@ -122,4 +123,5 @@ def test_an_extra_that_other_answers_have_too_is_marked_if_that_keeps_or_teaches
     ):
         (tmp_path / "dumps/step-000000.jsonl").unlink(missing_ok=True)
         sample = show(dump(tmp_path, [LAMPS[2], LAMPS[0], Said("{}")], **UNION | changes))
-        assert [obj["agreed"] for obj in sample["objects"]] == marks
+        predicted = [obj["words"] for obj in sample["objects"] if obj["group"] == "Predicted"]
+        assert ["other answers have it" in words for words in predicted] == marks

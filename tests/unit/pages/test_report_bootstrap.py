@@ -89,15 +89,13 @@ def test_objects_after_the_stop_and_over_counts_that_shift_together_are_named_as
             RateDifference(name, 0.5, 0.5 + value, (value - width, value + width), 1.0, None)
             for name, value in (("stopped", stops), ("over_count", overs))
         ]
-        return note_shift_of_length(
-            GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (*rows,), None)
-        )
+        return note_shift_of_length(GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (*rows,)))
 
     (longer,) = compare_rates(-0.08, 0.096)
     assert "B stops before fewer objects (-8.0 points) and over-counts more often (+9.6 points) than A" in longer
     assert "answers with more objects" in longer and "answers with fewer objects" in compare_rates(0.08, -0.096)[0]
     assert compare_rates(0.08, 0.096) == compare_rates(-0.08, 0.096, width=0.09) == []
-    nothing = GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), (), None)
+    nothing = GroupComparison(RunGroup("A", "a", ()), RunGroup("B", "b", ()), ())
     assert note_shift_of_length(nothing) == []
 
 

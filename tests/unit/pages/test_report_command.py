@@ -146,17 +146,14 @@ def test_the_table_and_the_page_show_the_difference(tmp_path):
     assert "nothing can be said about other seeds" in text
 
 
-def test_the_settings_in_which_groups_differ_are_listed_with_each_group_at_the_top(tmp_path):
-    names = [f"key_{k}" for k in range(8)]
+def test_the_settings_in_which_groups_differ_are_at_the_top(tmp_path):
     folders = [tmp_path / name for name in ("one", "other")]
     for k, folder in enumerate(folders):
-        write_run(folder, tree=settings(output_dir=str(folder), **dict.fromkeys(names, f"<{k}>")))
+        write_run(folder, tree=settings(output_dir=str(folder), key=f"<{k}>"))
     text = page_of(*folders, "--out", folders[0] / "report.html")
-    first, second = re.findall(r'<p class="differing">(.*?)</p>', text, re.S)
-    assert second.startswith("<span><code>training.key_0</code> <b>&lt;1&gt;</b></span>")
-    assert first.count("<span>") == 6 and first.endswith('<a href="#settings">2 more settings differ</a>')
-    assert text.index('class="differing"') < text.index('id="loss"') < text.index('id="settings"')
-    assert 'class="differing"' not in page_of(folders[0])
+    assert "<code>training.key</code></th><td>&lt;0&gt;</td><td>&lt;1&gt;</td>" in text
+    assert text.index('id="settings"') < text.index('id="loss"')
+    assert 'id="settings"' not in page_of(folders[0])
 
 
 def test_three_seeds_on_both_sides_have_an_interval_with_seeds_and_two_have_none(tmp_path):
@@ -167,13 +164,6 @@ def test_three_seeds_on_both_sides_have_an_interval_with_seeds_and_two_have_none
     assert "95 % with seeds" in text and "95 % with seeds" in stdout
     images, seeds = re.search(r"^F1 .* (\S+ to \S+) +(\S+ to \S+) +\S+ %", stdout, re.M).groups()
     assert images != seeds and f"<td>{images}</td><td>{seeds}</td>" in text
-
-
-def test_predictions_that_do_not_reproduce_the_logged_f1_are_reported(tmp_path):
-    base, other = write_two_groups(tmp_path)
-    text = (other / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(re.sub(r'"eval_f1_50": [0-9.]+', '"eval_f1_50": 0.123', text))
-    assert "other-0 logged F1 0.1230 at step 10" in run(base, other, "--out", tmp_path / "a.html").stderr
 
 
 def test_runs_evaluated_on_different_data_are_not_compared_and_the_reason_is_given(tmp_path):
@@ -223,7 +213,7 @@ def test_runs_evaluated_on_several_files_are_compared_if_no_file_has_changed(tmp
 def test_runs_that_were_evaluated_on_the_same_part_of_the_records_are_compared_on_it(tmp_path, capsys):
     runs = write_two_groups(tmp_path)
     truth, _ = crowd(2)
-    answers = [read_predictions(path / "evaluations/step-10.json").answers[::2] for path in runs]
+    answers = [read_predictions(path / "evaluations/step-10.json", truth)[::2] for path in runs]
     for path, part in zip(runs, answers, strict=True):
         write_evaluation(path, 10, truth, part)
     run(*runs, "--out", tmp_path / "a.html", "--resamples", 300)
@@ -262,15 +252,14 @@ def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):
     (folder / "dumps").mkdir()
     for step in (0, 4):
         (folder / "dumps" / f"step-{step:06}.jsonl").write_text("")
-    result = run(folder)
-    assert f"`coordexp inspect '{folder}'` makes it" in result.stdout
+    assert f"`coordexp inspect '{folder}'` makes it" in run(folder).stdout
     text = (folder / "report.html").read_text()
     assert f"<code>coordexp inspect &#39;{folder}&#39;</code>" in text and "inspect.html" not in text
     (folder / "inspect.html").write_text("")
     (tmp_path / "pages").mkdir()
     run(folder, "--out", tmp_path / "pages" / "r.html")
     links = [link["href"] for link in Reader((tmp_path / "pages" / "r.html").read_text()).all("a")]
-    assert "../a%20run/inspect.html#step=1" in links and "../a%20run/inspect.html#step=5" in links
+    assert links == [f"../a%20run/inspect.html{step}" for step in ("", "#step=1", "#step=5")]
 
 
 def test_ten_thousand_steps_make_a_small_page_within_seconds(tmp_path):
@@ -281,4 +270,4 @@ def test_ten_thousand_steps_make_a_small_page_within_seconds(tmp_path):
     text = page_of(folder)
     assert time.process_time() - since < 5
     assert len(text) < 3_000_000
-    assert "A point stands for 50 steps" in text
+    assert "A point stands for 83.3 steps" in text

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from coordexp.errors import DataError
-from coordexp.pages.charts import (
-    choose_ticks,
-    format_number,
-    format_tick,
-    format_ticks,
-)
+from coordexp.pages.charts import choose_ticks, format_number, format_tick
 from coordexp.pages.curves import (
     MAX_POINTS,
     Series,
@@ -20,7 +15,6 @@ from coordexp.pages.curves import (
     collect_series,
     divide,
     divide_steps,
-    smooth,
 )
 from tests.unit.pages.run_folders import make_series
 
@@ -56,11 +50,11 @@ def test_a_ratio_has_the_steps_that_both_have_without_zero_denominators():
     assert ratio.steps.tolist() == [2] and ratio.values.tolist() == [0.5]
 
 
-def test_ten_thousand_steps_become_two_hundred_points_whose_band_covers_every_value():
+def test_many_steps_become_a_bounded_number_of_points_whose_band_covers_every_value():
     rng = np.random.default_rng(0)
-    logged = Series(np.arange(1, 10_001), rng.normal(size=10_000))
-    curve = build_curve([logged], divide_steps([logged], 1))
-    assert len(curve) == MAX_POINTS
+    logged = Series(np.arange(1, 50 * MAX_POINTS + 1), rng.normal(size=50 * MAX_POINTS))
+    curve = build_curve([logged], divide_steps([logged]))
+    assert len(curve.steps) == MAX_POINTS
     assert curve.highest.max() == logged.values.max() and curve.lowest.min() == logged.values.min()
     assert curve.mean[0] == pytest.approx(logged.values[:50].mean())
     assert curve.steps[0] == pytest.approx(25.5)
@@ -86,24 +80,21 @@ NAN = math.nan
             {"low": [1.0], "high": [7.0], "lowest": [0.0], "highest": [10.0], "mean": [4.0]},
         ),
         # A seed that ended early is missing, and not zero.
-        ([[(1, 2.0), (2, 2.0)], [(1, 4.0)]], None, {"mean": [3.0, 2.0], "runs": [2, 1]}),
+        ([[(1, 2.0), (2, 2.0)], [(1, 4.0)]], None, {"mean": [3.0, 2.0]}),
         # A value that is not a number leaves a gap, and is marked also if its range has numbers.
-        ([[(1, 1.0), (2, NAN), (3, 2.0)]], None, {"mean": [1.0, NAN, 2.0], "broken": [1]}),
-        ([[(1, 1.0), (2, NAN), (3, 3.0), (4, 5.0)]], StepRanges(1, 4, 2), {"mean": [1.0, 4.0], "broken": [0]}),
+        ([[(1, 1.0), (2, NAN), (3, 2.0)]], None, {"mean": [1.0, NAN, 2.0], "broken": [False, True, False]}),
+        (
+            [[(1, 1.0), (2, NAN), (3, 3.0), (4, 5.0)]],
+            StepRanges(1, 4, 2),
+            {"mean": [1.0, 4.0], "broken": [True, False]},
+        ),
     ],
 )
 def test_a_curve_has_the_mean_the_bands_and_the_broken_values_of_its_runs(runs, ranges, expected):
     series = [make_series(*run) for run in runs]
-    curve = build_curve(series, ranges or divide_steps(series, 1))
+    curve = build_curve(series, ranges or divide_steps(series))
     for name, values in expected.items():
         np.testing.assert_equal(getattr(curve, name).tolist(), values)
-
-
-def test_a_running_mean_keeps_constants_and_gaps():
-    values = np.full(100, 2.0)
-    values[40] = np.nan
-    mean = smooth(values)
-    assert np.isnan(mean[40]) and np.nanmax(np.abs(mean - 2.0)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -112,12 +103,11 @@ def test_a_running_mean_keeps_constants_and_gaps():
 )
 def test_every_tick_is_labelled_with_its_own_number(low, high):
     ticks = choose_ticks(low, high, 5)
-    assert len(ticks) > 2 and len(set(format_ticks(ticks))) == len(ticks)
-    assert [float(label) for label in format_ticks(ticks)] == pytest.approx(ticks, abs=(ticks[1] - ticks[0]) / 100)
+    labels = [format_tick(tick) for tick in ticks]
+    assert len(ticks) > 2 and [float(label.replace(",", "")) for label in labels] == ticks
 
 
 def test_numbers_have_four_significant_digits():
     values = (0.0, 0.5, 4.2051, 12345.6, 0.0000123, -0.25)
-    assert [format_number(value) for value in values] == ["0", "0.500", "4.205", "12,346", "1.23e-5", "-0.250"]
+    assert [format_number(value) for value in values] == ["0", "0.5", "4.205", "12,346", "1.23e-05", "-0.25"]
     assert format_number(None) == format_number(math.nan) == "-"
-    assert (format_tick(1e-4), format_tick(250000.0), format_tick(0.25)) == ("1e-4", "2.5e5", "0.25")

@@ -85,24 +85,27 @@ def test_a_server_that_did_not_get_the_weights_of_a_step_was_out_in_it(tmp_path)
     synced = [(0, 1)] * 4 + [(0,)] * 11
     summary = read_servers(write_events(tmp_path, [sync_of(k, *servers) for k, servers in enumerate(synced)]))
     assert (summary.servers[1].lost, summary.servers[1].failed, len(summary.servers[1].out)) == (0, 0, 11)
-    assert note_servers_out(summary, last=14) == ["server 1 was out in steps 5 to 14"]
+    assert note_servers_out(summary, last=14) == ["server 1 was out in 10 steps from 5 to 14"]
     page = render_report([*group_runs([read_logged_run(write_run(tmp_path, lines(14)))])], "", [])
-    assert "<li>server 1 was out in steps 5 to 14</li>" in page and "<td>steps 5 to 14</td></tr>" in page
+    assert (
+        "<li>server 1 was out in 10 steps from 5 to 14</li>" in page
+        and "<td>10 steps from 5 to 14</td></tr>" in page
+    )
     assert page.count("<td>never</td></tr>") == 1
 
 
-def test_steps_without_a_sync_do_not_interrupt_an_outage_and_a_server_that_returns_is_in(tmp_path):
+def test_a_server_that_returns_or_loses_a_call_is_out_in_these_steps_only(tmp_path):
     lost = {"event": "rollouts", "version": 9, "seconds": 1.0, "calls": [CALL | {"server": 1, "lost": True}]}
     events = [sync_of(0, 0, 1), sync_of(2, 0), sync_of(6, 0), sync_of(7, 0), sync_of(7, 1), sync_of(9, 0, 1), lost]
     summary = read_servers(write_events(tmp_path, events))
-    assert note_servers_out(summary, last=20) == ["server 1 was out in steps 3 to 7, 10"]
+    assert summary.servers[1].out == {3, 7, 10}
 
 
 def test_of_many_servers_that_were_out_the_worst_is_named(tmp_path):
     first = [sync_of(k, *range(60), count=64) for k in range(1, 4)]
     events = [sync_of(0, *range(64), count=64), *first, sync_of(4, *range(63), count=64)]
     (note,) = note_servers_out(read_servers(write_events(tmp_path, events)), last=9)
-    assert note == "4 of 64 servers were out in some steps; server 63 in most: steps 2 to 5"
+    assert note == "4 of 64 servers were out in some steps; server 63 in most: 4 steps from 2 to 5"
 
 
 SYNC = {"event": "sync", "seconds": 1.0, "bytes": 1, "servers": [], "synced": [], "failed": {}}

@@ -41,14 +41,16 @@ def test_tokens_belong_to_the_object_that_they_write(dumped):
     assert texts(sample, 1).strip(' ",').startswith('object_2": {"desc": "roof", "poly"')
     missed = texts(sample, -2 - 1)  # the dog is the second true object
     assert missed.strip(' ",').startswith('object_4": {"desc": "dog"') and "<|coord_300|>" in missed
-    assert [true["by"] for true in sample["truth"]] == [0, None, 1]
-    assert [obj["of"] for obj in sample["objects"]] == [0, 2, None]
+    assert [(obj["key"], obj["owner"], obj["state"]) for obj in sample["objects"]] == [
+        *(("object_1", 0, "matched"), ("object_2", 1, "matched"), ("object_3", 2, "extra")),
+        *(("true 1", 0, "true"), ("true 2", -3, "missed"), ("true 3", 1, "true")),
+    ]
 
 
 def test_a_lost_object_and_its_reason_are_shown_with_its_tokens_in_the_cut(dumped):
     sample = show_sample(dumped["cut.png"], None, SMALL, desc_is_masked=False)
     lost = sample["objects"][1]
-    assert (lost["reason"], lost["words"]) == ("truncated", "the answer ends inside it")
+    assert (lost["state"], lost["words"]) == ("invalid", "the answer ends inside it")
     assert "dog" in texts(sample, 1)
     assert "dog" in roles_text(sample, CUT)
     assert any("stops before it is closed" in note for note in sample["notes"])
@@ -58,16 +60,15 @@ def test_an_answer_that_cannot_be_read_is_all_cut_off(dumped):
     sample = show_sample(dumped["garbage.png"], None, SMALL, desc_is_masked=False)
     assert "I see" in roles_text(sample, CUT)
     assert any("all of it is removed" in note for note in sample["notes"])
-    assert summarise_sample(dumped["garbage.png"], None)["fallback"]
 
 
 def test_lines_begin_at_entries_at_the_cut_and_at_what_was_appended(dumped):
     sample = show_sample(dumped["partly.png"], None, SMALL, desc_is_masked=False)
-    tokens, breaks = sample["tokens"], sample["tokens"]["breaks"]
-    assert breaks == sorted(set(breaks)) and breaks[0] == 0
-    starts = {tokens["owner"][at] for at in breaks}
-    assert {0, 1, 2, -3} <= starts
-    assert tokens["roles"].index(CUT) in breaks
+    tokens, lines = sample["tokens"], sample["lines"]
+    assert [end for _, end, *_ in lines] == [*(start for start, *_ in lines[1:]), len(tokens["ids"])]
+    labels = {owner: label.split()[0] for _, _, owner, label in lines if label}
+    assert labels == {0: "matched", 1: "matched", 2: "extra", -3: "missed,"}
+    assert tokens["roles"].index(CUT) in [start for start, *_ in lines]
 
 
 def test_class_names_that_the_objective_leaves_out_have_a_role_of_their_own(dumped):

@@ -42,7 +42,7 @@ class FakeUpdates:
         self.lora_request = None
 
     def load_adapter(self, adapter: Any, version: int) -> str:
-        config, tensors = adapter
+        config, tensors = adapter()
         assert config == CONFIG
         self.run.see("adapter")
         if not self.run.refusal:
@@ -73,6 +73,7 @@ class Run:
         self.messages: list[str] = []
         self.recorded: list[dict[str, Any]] = []
         patch.setattr(colocate, "start_engine", self._fake_start)
+        patch.setattr(colocate, "stop_engine", lambda engine: None)
         patch.setattr(update, "EngineUpdates", lambda *_: FakeUpdates(self))
         patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
         settings = RolloutMatching.model_validate({"vllm": {"enable_lora": True, "sync": sync}})

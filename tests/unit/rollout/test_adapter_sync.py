@@ -128,6 +128,7 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
 
 
 @pytest.mark.scenario("R07.C11", on="fake")
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_when_the_fake_engine_of_one_rank_refuses_the_adapter_both_ranks_send_whole_weights(tmp_path):
     """The ranks are real processes that communicate with gloo. Each has an engine of its own."""

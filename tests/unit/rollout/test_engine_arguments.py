@@ -11,7 +11,7 @@ from coordexp.config.rollout import RepeatTerminate, RolloutMatching
 from coordexp.rollout.backend import Decode
 from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern
 from coordexp.rollout.start import EngineSetup, engine_arguments
-from coordexp.servers.swift_servers import TEXT
+from coordexp.servers.swift import TEXT
 from tests.integration.servers import GUARD
 from tests.vocabularies import table
 

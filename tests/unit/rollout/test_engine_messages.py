@@ -10,9 +10,15 @@ from coordexp.answers.table import COORD_TOKENS
 from coordexp.config.rollout import RolloutMatching
 from coordexp.errors import EngineError
 from coordexp.rollout.generate import COMMAND_FIXES
-from coordexp.rollout.start import TRAINING_FIXES, EngineSetup, check_vocabulary, first_sentence, start_engine
+from coordexp.rollout.start import (
+    TRAINING_FIXES,
+    EngineSetup,
+    check_vocabulary,
+    first_error,
+    first_sentence,
+    start_engine,
+)
 from coordexp.rollout.update import RankExecutor
-from coordexp.servers.processes import _first_error
 from tests.vocabularies import table
 
 LOG = """WorkerProc failed to start.
@@ -32,11 +38,11 @@ VALIDATION = """1 validation error for ModelConfig
 
 
 def test_the_cause_of_a_failed_start_is_the_first_error_of_any_of_its_processes():
-    assert _first_error(LOG) == "Available memory on node 0 (22.0/23.54 GiB) on startup is less than desired."
-    assert _first_error("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n") == (
+    assert first_error(LOG) == "Available memory on node 0 (22.0/23.54 GiB) on startup is less than desired."
+    assert first_error("Traceback\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n") == (
         "OutOfMemoryError: CUDA out of memory."
     )
-    assert _first_error("") is None
+    assert first_error("") is None
 
 
 def test_only_the_sentence_of_an_error_is_shown_without_the_text_around_it():

@@ -8,7 +8,7 @@ import torch
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.hugging_face import ClosingTokens, Recorder, StopBias, engine_bias
-from coordexp.servers.client import infer_payload
+from coordexp.servers.asking import infer_payload
 from tests.vocabularies import table
 
 VOCABULARIES = ["small", "qwen", "random-1", "random-2", "random-3"]

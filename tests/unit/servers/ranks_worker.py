@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from coordexp.ranks import gather_texts, sum_over_ranks, together
 from coordexp.servers import backend as server_backend
-from coordexp.servers import send as server_weights
+from coordexp.servers import sender as server_weights
 from tests.fake_server import changed, dies, garbage, slow
 from tests.unit.servers.served import Run, are_right
 
@@ -64,7 +64,7 @@ def in_turn(rank, learner):
     whole = [weights_of(sender) for sender in learner.senders()] if rank == 0 else []
     return {
         "right": correct,
-        "links": sorted(learner.backend.links.open),
+        "links": sorted(learner.backend.sender.open),
         "senders": learner.senders() if rank == 0 else None,
         "whole": all(
             torch.equal(server.weights[name], weight)

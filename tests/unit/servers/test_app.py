@@ -383,6 +383,21 @@ def test_a_server_is_held_by_the_connection_of_its_group(server, monkeypatch):
 
 
 @pytest.mark.timeout(60)
+def test_a_learner_that_leaves_while_it_waits_for_another_one_does_not_hold_the_server(server):
+    with server.client() as http, server.client() as other:
+        with http.stream("POST", "/init_communicator/", json=GROUP) as held:
+            lines = held.iter_lines()
+            assert next(lines) and next(lines)
+            with pytest.raises(httpx.ReadTimeout):
+                other.post("/init_communicator/", json=GROUP | {"group": "b"}, timeout=0.3)
+        until = time.monotonic() + 10
+        while server.engine.calls.count("leave") < 2 or server.app.updates.owner is not None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert server.engine.calls.count("join") == 1
+
+
+@pytest.mark.timeout(60)
 def test_a_call_whose_client_disconnects_is_cancelled(server):
     with server.client() as http:
         with pytest.raises(httpx.ReadTimeout):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coordexp.servers import send as module
-from coordexp.servers.send import send
+from coordexp.servers import sender as module
+from coordexp.servers.sender import send
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,6 @@ import pytest
 import torch
 
 from coordexp.errors import EngineError
-from coordexp.servers import backend as server_backend
-from coordexp.servers import send as server_weights
 from tests.fake_server import dies, status
 from tests.unit.servers.served import Run, are_right
 
@@ -18,20 +16,14 @@ START, BUCKET, FINISH = "/begin_update/", "/load_bucket/", "/finish_update/"
 
 
 @pytest.fixture
-def adapting(tmp_path, monkeypatch):
-    """A function that starts runs whose buckets hold only a part of the adapter."""
-    monkeypatch.setattr(server_backend, "AGAIN", 0.05)
-    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 700)
-    runs = []
+def adapting(run):
+    """A function that starts runs with an adapter."""
 
     def start(**changes) -> Run:
         sync = {"mode": "adapter"} | changes.pop("sync", {})
-        runs.append(Run(tmp_path, sync=sync, adapter=lambda: (CONFIG, iter(ADAPTER.items())), **changes))
-        return runs[-1]
+        return run(sync=sync, adapter=lambda: (CONFIG, iter(ADAPTER.items())), **changes)
 
-    yield start
-    for started in runs:
-        started.close()
+    return start
 
 
 def has_adapter(server, version) -> bool:
@@ -102,7 +94,7 @@ def test_a_server_that_refuses_an_adapter_half_way_is_joined_again_for_whole_wei
     learner.sync(3)
     assert all(learner.has_weights(server, 3) for server in learner.servers) and are_right(learner.generate(6), 3)
     assert learner.servers[1].paths().count("/init_communicator/") == 2
-    assert learner.backend.sync_mode.mode == "full" and len(learner.backend.describe()["fallbacks"]) == 1
+    assert learner.backend.sender.sync_mode.mode == "full" and len(learner.backend.describe()["fallbacks"]) == 1
 
 
 @pytest.mark.scenario("R07.C23", on="fake")
@@ -129,12 +121,4 @@ def test_a_server_that_dies_in_an_adapter_sync_is_no_reason_to_fall_back(adaptin
     learner.sync(3)
     assert all(has_adapter(server, learner.backend.asker.name_version(3)) for server in learner.servers)
     assert are_right(learner.generate(4), 3)
-    assert learner.backend.sync_mode.mode == "adapter" and learner.backend.describe()["fallbacks"] == []
-
-
-def test_a_server_of_ms_swift_gets_whole_weights(adapting):
-    learner = adapting(servers=1, options={"is_swift": True})
-    learner.sync(1)
-    (warning,) = [message for message in warnings(learner) if "whole weights are sent" in message]
-    assert "ms-swift" in warning
-    assert set(learner.servers[0].weights) == set(learner.weights)
+    assert learner.backend.sender.sync_mode.mode == "adapter" and learner.backend.describe()["fallbacks"] == []

@@ -12,14 +12,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import DataError, EngineError
 from coordexp.servers import asking
-from coordexp.servers import backend as server_backend
-from coordexp.servers import send as server_weights
 from coordexp.tasks import Task
 from tests.fake_server import (
-    answer_ids,
     changed,
     dies,
     freezes,
@@ -30,25 +26,6 @@ from tests.fake_server import (
 from tests.unit.servers.served import Run, are_right, requests
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(server_backend, "AGAIN", 0.05)
-    monkeypatch.setattr(server_weights, "BUCKET_BYTES", 700)
-
-
-@pytest.fixture
-def run(tmp_path):
-    runs = []
-
-    def start(*arguments, **changes) -> Run:
-        runs.append(Run(tmp_path, *arguments, **changes))
-        return runs[-1]
-
-    yield start
-    for started in runs:
-        started.close()
 
 
 # Weights and answers
@@ -64,17 +41,13 @@ def test_every_server_has_the_learners_weights_bit_for_bit_after_a_sync(run):
     assert all(learner.has_weights(server, 1) for server in learner.servers)
 
 
-def test_our_server_gets_the_length_of_the_next_bucket_and_an_ms_swift_server_only_fields_that_it_knows(run):
+def test_a_server_gets_the_length_of_the_next_bucket(run):
     learner = run(servers=1)
     learner.sync(0)
     bodies = [body for path, body in learner.servers[0].calls if path == "/load_bucket/"]
     lengths = [max(tensor["end_idx"] for tensor in body["metadatas"]) for body in bodies]
     assert len(lengths) > 3
     assert [body["next_bytes"] for body in bodies] == [*lengths[1:], 0]
-    other = run(servers=1, options={"is_swift": True})
-    other.sync(0)
-    bodies = [body for path, body in other.servers[0].calls if path == "/update_flattened_params/"]
-    assert all(body.keys() == {"metadatas"} for body in bodies)
 
 
 @pytest.mark.scenario("R07.S3", on="fake")
@@ -117,15 +90,6 @@ def test_requests_that_fit_go_to_each_server_in_one_call(run):
     learner.clear_calls()
     assert are_right(learner.generate(4), 1)
     assert [len(call) for server in learner.servers for call in server.asked()] == [2, 2]
-
-
-def test_a_server_that_answers_one_call_at_a_time_gets_as_many_requests_in_a_call_as_it_decodes(run):
-    learner = run(servers=1, decode_batch_size=4, options={"is_swift": True})
-    learner.sync(1)
-    learner.clear_calls()
-    assert len(learner.generate(9)) == 9
-    assert [len(call) for call in learner.servers[0].asked()] == [4, 4, 1]
-    assert learner.servers[0].most_open == 4
 
 
 # Rollouts that are started ahead of time
@@ -244,6 +208,49 @@ def test_every_call_has_the_token(run, monkeypatch):
     learner.sync(1)
     assert are_right(learner.generate(2), 1)
     assert {header for path, header in learner.servers[0].headers} == {"Bearer secret"}
+
+
+@pytest.mark.scenario("R07.C15", on="fake")
+def test_a_base_url_is_the_prefix_of_every_route(run):
+    learner = run(servers=1, options={"prefix": "/rollouts/first"})
+    assert learner.servers[0].url.endswith("/rollouts/first")
+    learner.sync(1)
+    assert are_right(learner.generate(2), 1)
+    paths = set(learner.servers[0].paths())
+    assert {"/health/", "/infer/", "/get_world_size/", "/init_communicator/"} <= paths
+
+
+@pytest.mark.scenario("R08.C4", on="fake")
+def test_requests_and_weights_are_all_that_a_learner_sends(run):
+    """No target, mask or label goes to a server, in any call of two steps."""
+    learner = run(servers=2)
+    for version in (1, 2):
+        learner.sync(version)
+        assert are_right(learner.generate(5), version)
+    control = {"/health/", "/get_world_size/", "/version/", "/init_communicator/", "/begin_update/"}
+    weights = {"/load_bucket/", "/finish_update/"}
+    for server in learner.servers:
+        assert set(server.paths()) <= control | weights | {"/infer/"}
+        for _, body in (call for call in server.calls if call[0] == "/infer/"):
+            assert set(body) == {"infer_requests", "request_config"}
+            for request in body["infer_requests"]:
+                assert set(request) == {"messages", "images", "data_dict"}
+                assert set(request["data_dict"]) == {"coordexp"}
+                assert set(request["data_dict"]["coordexp"]) == {"seed", "guard", "size"}
+
+
+@pytest.mark.scenario("R15.C1", on="fake")
+def test_each_server_is_asked_for_its_world_size_which_is_kept(run):
+    learner = run(sizes=[1, 3])
+    learner.sync(1)
+    assert learner.backend.pool is not None
+    assert learner.backend.pool.world_sizes == (1, 3)
+    assert all("/get_world_size/" in server.paths() for server in learner.servers)
+    learner.clear_calls()
+    learner.generate(4)
+    learner.sync(2)
+    learner.generate(4)
+    assert not any("/get_world_size/" in server.paths() for server in learner.servers)
 
 
 # What stops a run
@@ -515,12 +522,12 @@ def test_a_run_goes_on_at_once_without_a_server_that_hangs_in_a_sync_and_is_sile
 
 
 def test_a_run_goes_on_at_the_deadline_without_a_server_that_is_alive_and_loads_no_weights(run):
-    learner = run(sync_timeout_s=2)
+    learner = run(sync_timeout_s=8)  # the other server may be slow, too, on a busy machine
     learner.sync(1)
-    learner.servers[0].faults["/load_bucket/"].append(slow(8))
+    learner.servers[0].faults["/load_bucket/"].append(slow(25))
     began = time.monotonic()
     learner.sync(2)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 12
     assert learner.backend.pool.usable == (1,)
     assert any("too slowly for rollout_matching.vllm.sync.timeout_s" in message for message in learner.messages)
     learner.sync(3)
@@ -605,60 +612,6 @@ def test_a_server_that_always_fails_ends_the_run_at_the_deadline(run):
         learner.generate(2)
 
 
-# ms-swift
-
-
-def test_a_server_of_ms_swift_gets_the_weights_and_is_asked(run):
-    learner = run(servers=1, options={"is_swift": True})
-    learner.sync(3)
-    assert {name: weight.tolist() for name, weight in learner.servers[0].weights.items()} == {
-        name: weight.tolist() for name, weight in learner.weights.items()
-    }
-    calls = [path for path in learner.servers[0].paths() if path != "/health/"]  # polled while a call takes long
-    assert calls[-5:-1] == [
-        "/process_weights_after_loading/", "/reset_prefix_cache/", "/reset_mm_cache/", "/reset_encoder_cache/",
-    ]  # fmt: skip
-    rollouts = learner.generate(2)
-    assert [rollout.ids for rollout in rollouts] == [tuple(answer_ids(100))] * 2  # one seed per call
-    assert {rollout.version for rollout in rollouts} == {3}
-
-
-@pytest.mark.scenario("R33.S2", on="fake")
-def test_a_server_of_ms_swift_that_does_not_prove_its_guard_is_refused_and_the_plugin_is_named(run):
-    learner = run(servers=1, options={"is_swift": True}, guard={"enabled": True})
-    with pytest.raises(EngineError, match="reports no repeat guard") as error:
-        learner.sync(0)
-    assert "swift rollout --external_plugins" in str(error.value)
-    assert "coordexp.servers.SWIFT_REPEAT_GUARD" in str(error.value)
-
-
-PLUGIN_FAULTS = {
-    "a worker lacks it": ({"workers": 1}, "active in 1 of its 2 workers"),
-    "another threshold": ({"guard": {"enabled": True, "ngram_size": 3}}, "its repeat_terminate.ngram_size is 3"),
-    "no settings": ({"guard": None}, "guard is None: Input should be a valid dictionary"),
-}
-
-
-@pytest.mark.scenario("R33.S2", on="fake")
-@pytest.mark.parametrize(("change", "reason"), PLUGIN_FAULTS.values(), ids=PLUGIN_FAULTS)
-def test_a_server_of_ms_swift_whose_guard_is_not_active_everywhere_or_another_one_is_refused(run, change, reason):
-    learner = run(sizes=[2], options={"is_swift": True}, guard={"enabled": True})
-    whole = RepeatTerminate(enabled=True).model_dump(mode="json")
-    answer = {"guard": whole, "workers": 2} | change
-    learner.servers[0].plugin = answer | ({"guard": whole | answer["guard"]} if answer["guard"] else {})
-    with pytest.raises(EngineError) as error:
-        learner.sync(0)
-    assert reason in str(error.value)
-
-
-@pytest.mark.scenario("R33.C3", on="fake")
-def test_a_server_of_ms_swift_with_the_plugin_in_all_of_its_workers_may_be_used_with_the_guard(run):
-    learner = run(sizes=[2], options={"is_swift": True}, guard={"enabled": True})
-    learner.servers[0].plugin = {"guard": RepeatTerminate(enabled=True).model_dump(mode="json"), "workers": 2}
-    learner.sync(3)
-    assert len(learner.generate(2)) == 2
-
-
 # What is written down
 
 
@@ -717,7 +670,7 @@ def test_answers_from_another_learners_weights_of_the_same_step_are_not_accepted
     learner = run(1, timeout_s=1.5)
     learner.sync(5)
     server = learner.servers[0]
-    learner.backend.links.open[0]._joined.cut()
+    learner.backend.sender.open[0]._joined.cut()
     wait_until(lambda: server.owner is None)
     other = Run(learner.folder, addresses=[(server.url, server.group_port)])
     other.weights = {name: weight + 1 for name, weight in learner.weights.items()}

@@ -9,7 +9,7 @@ import pytest
 from coordexp.servers.pool import sending_rank
 from tests.unit.rollout.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

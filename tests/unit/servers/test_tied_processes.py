@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordexp.child_processes import is_alive
 from tests import zygote
 from tests.integration.servers import wait_for
 from tests.source import SOURCE
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,7 +54,7 @@ def started(folder: Path, work: str) -> Iterator[Running]:
 
 def wait_until_ended(*processes: psutil.Process) -> None:
     """Wait until they have ended, whether or not their parents have noticed."""
-    wait_for(lambda: not any(map(is_alive, processes)), 30, lambda: str(processes))
+    wait_for(lambda: not any(map(zygote.lives, processes)), 30, lambda: str(processes))
 
 
 @pytest.mark.parametrize("work", ["sleep", "block threads"])
@@ -76,4 +75,4 @@ def test_when_the_engine_is_killed_its_worker_ends_and_the_owner_does_not(work, 
             (folder / "go").touch()
         wait_until_ended(running.engine, running.worker)
         time.sleep(1)
-        assert is_alive(running.owner)
+        assert zygote.lives(running.owner)

@@ -12,8 +12,15 @@ from pydantic import TypeAdapter
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import Decode, ImageRef, Request
-from coordexp.servers.client import ServerAnswer, infer_payload, to_rollout
-from coordexp.servers.protocol import NEUTRAL, InferRequest, RequestConfig, model_difference, model_fingerprint
+from coordexp.servers.asking import infer_payload, to_rollout
+from coordexp.servers.protocol import (
+    NEUTRAL,
+    InferItem,
+    InferRequest,
+    RequestConfig,
+    model_difference,
+    model_fingerprint,
+)
 from tests.vocabularies import table
 
 TABLE = table("small")
@@ -69,6 +76,11 @@ def test_a_question_with_an_image_tag_is_refused():
         infer_payload([request()], "what is <image>?")
 
 
+def answer(ids: list[int], reason: str) -> InferItem:
+    choice = {"token_ids": ids, "finish_reason": reason, "logprobs": {"content": [{"logprob": -0.1}] * len(ids)}}
+    return InferItem.model_validate({"response": {"prompt_token_ids": [1, 2], "choices": [choice]}})
+
+
 @pytest.mark.scenario("R07.C5", on="pure")
 @pytest.mark.parametrize(
     ("ids", "reported", "kept", "reason"),
@@ -82,8 +94,7 @@ def test_a_question_with_an_image_tag_is_refused():
     ],
 )
 def test_a_rollout_has_no_stop_token_and_says_how_it_ended(ids, reported, kept, reason):
-    answer = ServerAnswer((1, 2), tuple(ids), tuple(-0.1 * k for k in range(len(ids))), reported, "3")
-    rollout = to_rollout(answer, GUARD, (), TABLE, version=3)
+    rollout = to_rollout(answer(ids, reported), GUARD, (), TABLE, version=3)
     assert rollout.ids == tuple(ids[:kept])
     assert (len(rollout.logprobs), rollout.finish_reason) == (kept, reason)
     assert (rollout.version, rollout.prompt_ids) == (3, (1, 2))
@@ -92,8 +103,7 @@ def test_a_rollout_has_no_stop_token_and_says_how_it_ended(ids, reported, kept, 
 @pytest.mark.scenario("R20.C3", on="pure")
 def test_the_text_of_a_rollout_has_no_stop_token():
     ids = TABLE.encode('{"object_1": {"desc": "猫 <|coord_5|>'.encode())
-    answer = ServerAnswer((1, 2), (*ids, END), (-0.1,) * (len(ids) + 1), "stop", "3")
-    rollout = to_rollout(answer, GUARD, (), TABLE, version=3)
+    rollout = to_rollout(answer([*ids, END], "stop"), GUARD, (), TABLE, version=3)
     assert (rollout.text, rollout.ids) == ('{"object_1": {"desc": "猫 <|coord_5|>', tuple(ids))
 
 

@@ -13,7 +13,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, remove_from_step, replay
 from coordexp.rollout.backend import request_seed
 from coordexp.train.encode import StepIndex, takes_rollouts
-from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dump_writer, dumping
+from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping
 from tests.rollouts import PROMPT
 from tests.scripted import Said
 from tests.unit.answers.conftest import answer, box, entry
@@ -64,9 +64,7 @@ def test_a_dump_of_several_rollouts_has_the_choice_and_comes_out_the_same(tmp_pa
     assert replay(line, SMALL) == []
     without = json.loads(line) | {"choice": choice | {"agreed": []}}
     assert replay(json.dumps(without), SMALL) != []
-    later = dump_writer(tmp_path, dumps.settings)
-    later._begin = 1
-    assert later.find(example.id) == ("step-000000.jsonl", 0)
+    assert dumps.find(example.id) == ("step-000000.jsonl", 0)
 
 
 def test_a_line_says_what_was_asked_answered_and_made_of_it(tmp_path):
@@ -128,22 +126,16 @@ def places(writer, examples) -> list[str]:
     return ["{}:{}".format(*place) if (place := writer.find(example.id)) else "" for example in examples]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_the_writer_knows_where_an_example_is_dumped_also_if_another_process_has_done_it(tmp_path, resumed):
+def test_the_writer_knows_where_it_has_dumped_an_example(tmp_path):
     step, writer = dumping(tmp_path, every=2, samples=2)
     examples = [example for micro in range(2) for example in step([0, 0], StepIndex(2, micro))]
-    if resumed:
-        later, writer = dumping(tmp_path, every=2, samples=2)
-        later([1], StepIndex(3, 0))
     assert places(writer, examples) == ["step-000002.jsonl:0", "step-000002.jsonl:1", "", ""]
 
 
-def test_a_dump_that_cannot_be_read_after_a_resume_costs_traces_and_not_the_run(tmp_path, caplog):
-    step, _ = dumping(tmp_path)
-    (example,) = step([0], StepIndex(2, 0))
+def test_a_first_dump_that_cannot_be_read_after_a_resume_costs_followed_images_and_not_the_run(tmp_path, caplog):
+    dumping(tmp_path)[0]([0], StepIndex(2, 0))
     (tmp_path / "dumps/step-000002.jsonl").write_text("{}\n")
-    _, writer = dumping(tmp_path)
-    assert places(writer, [example] * 2) == ["", ""]
+    dumping(tmp_path)[0]([0], StepIndex(3, 0))
     (warning,) = caplog.records
     assert "step-000002.jsonl" in warning.message
 
@@ -233,11 +225,3 @@ def test_with_two_channels_the_first_rollout_step_of_every_window_is_dumped(tmp_
         "step-000005",
         "step-000009",
     ]
-
-
-def test_a_text_with_any_characters_is_one_line(tmp_path):
-    step, _ = dumping(tmp_path, script=SCRIPT | {"partly.png": Said('{"object_1": "\u2028 \x0b \x85 é"')})
-    step([0], StepIndex(0, 0))
-    (line,) = (tmp_path / "dumps/step-000000.jsonl").read_text().splitlines()
-    assert json.loads(line)["rollout"]["text"] == '{"object_1": "\u2028 \x0b \x85 é"'
-    assert replay(line, SMALL) == []

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 
 from coordexp.data import open_data
-from coordexp.train import run
+from coordexp.train import data
 from tests.unit.config.trees import load, stage2
 
 RECORD = '{"image": "1.png", "width": 8, "height": 8, "space": "pixel", "objects": []}'
 
 
 def identity(monkeypatch, **changes):
-    monkeypatch.setattr(run, "fingerprint", lambda records: {"sha256": "same"})
+    monkeypatch.setattr(data, "fingerprint", lambda records: {"sha256": "same"})
     settings = load(stage2(**{f"rollout_matching__{name}": value for name, value in changes.items()})).settings
-    return run._identity(settings, SimpleNamespace())
+    return data.describe_identity(settings, SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -40,10 +40,12 @@ def test_another_policy_choice_or_control_is_another_run(monkeypatch, changes):
     ],
 )
 def test_another_format_prompt_or_frozen_part_is_another_run(monkeypatch, section, changes):
-    monkeypatch.setattr(run, "fingerprint", lambda records: {"sha256": "same"})
+    monkeypatch.setattr(data, "fingerprint", lambda records: {"sha256": "same"})
     settings = load(stage2()).settings
     changed = settings.model_copy(update={section: getattr(settings, section).model_copy(update=changes)})
-    assert run._identity(changed, SimpleNamespace()) != run._identity(settings, SimpleNamespace())
+    assert data.describe_identity(changed, SimpleNamespace()) != data.describe_identity(
+        settings, SimpleNamespace()
+    )
 
 
 def write_shards(folder):
@@ -54,7 +56,7 @@ def write_shards(folder):
 
 def test_a_change_in_any_file_of_the_data_is_another_run(tmp_path):
     settings, files = load(stage2()).settings, write_shards(tmp_path)
-    before = run._identity(settings, open_data([files]))
-    assert run._identity(settings, open_data([files])) == before
+    before = data.describe_identity(settings, open_data([files]))
+    assert data.describe_identity(settings, open_data([files])) == before
     files[1].write_text(RECORD + "\n\n")
-    assert run._identity(settings, open_data([files]))["data"] != before["data"]
+    assert data.describe_identity(settings, open_data([files]))["data"] != before["data"]

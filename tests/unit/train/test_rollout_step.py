@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.objective.carry import CarryBuffer
 from coordexp.rollout.backend import Decode, request_seed
-from coordexp.train import run
+from coordexp.train import data, run
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.train.metrics import RATES, SUMS, StepMetrics
 from coordexp.train.step import OptimizerStep
@@ -320,7 +319,7 @@ def test_a_run_says_once_that_a_finer_canvas_is_exact_when_the_median_side_is_un
     tmp_path, monkeypatch, capsys, truth, resolution, said
 ):
     """See D16."""
-    monkeypatch.setattr(run, "MEASURED", 10)
+    monkeypatch.setattr(data, "MEASURED", 10)
     changes = {"rollout_backend": "hf", "maskiou_resolution": resolution}
     handed_over(tmp_path, monkeypatch, truth, **{f"rollout_matching__{name}": v for name, v in changes.items()})
     assert capsys.readouterr().err.count("19 bins") == said
@@ -485,16 +484,6 @@ def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     stepping.collect_examples()
     assert [[request.seed for request in call] for call in step.backend.calls] == [
         [request_seed(17, number, micro, rank, k) for micro in range(3) for k in range(4)] for number in range(2)
-    ]
-
-
-@pytest.mark.scenario("R39.C1", on="fake")
-def test_micro_steps_are_numbered_in_the_order_of_the_data(tmp_path):
-    step = Step(tmp_path, TRUTH, SCRIPT)
-    accumulating(step, micro_steps=3, samples=1).collect_examples()
-    (call,) = step.backend.calls
-    assert [(Path(request.image.path).name, request.seed) for request in call] == [
-        (image, request_seed(17, 0, micro, 0, 0)) for micro, image in enumerate([*TRUTH][:3])
     ]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from coordexp.train import run
+from coordexp.train.data import RunData, make_order
 from tests.unit.config.trees import load, stage2
 
 
@@ -26,23 +26,21 @@ def folder(tmp_path):
     return tmp_path
 
 
-def open_as_run(**custom):
+def order_of_run(**custom):
     settings = load(stage2(**{f"custom__{name}": value for name, value in custom.items()})).settings
-    return settings, run._open_records(*settings.custom.train_sets.values())
+    return make_order(settings, RunData.open(settings.custom).train, 0, 1)
 
 
 def test_a_curriculum_chooses_records_of_all_files(folder):
     stages = [{"objects": 1, "samples": 8}, {"objects": 2, "samples": 8}]
-    settings, records = open_as_run(
-        train_jsonl=[str(folder / "b/0.jsonl"), str(folder / "a/0.jsonl")], curriculum=stages
-    )
-    chosen = [stage.records.tolist() for stage in run._curriculum(settings, records)]
+    order = order_of_run(train_jsonl=[str(folder / "b/0.jsonl"), str(folder / "a/0.jsonl")], curriculum=stages)
+    chosen = [stage.records.tolist() for stage in order._stages]
     assert chosen == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
 def test_several_sets_are_mixed_by_their_weights_and_one_set_is_not_mixed(folder):
     sets = [{"path": str(folder / "b/*.jsonl"), "weight": 0.5}, {"path": [str(folder / "a/0.jsonl")], "weight": 2}]
-    mixture = run._mixture(*open_as_run(train_jsonl=None, train_data=sets))
+    mixture = order_of_run(train_jsonl=None, train_data=sets)._mixture
     assert (mixture.shares, mixture.sizes) == ((1, 4), (2, 3))
-    assert run._mixture(*open_as_run(train_jsonl=None, train_data=sets[:1])) is None
-    assert run._mixture(*open_as_run(train_jsonl=str(folder / "*/0.jsonl"))) is None
+    assert order_of_run(train_jsonl=None, train_data=sets[:1])._mixture is None
+    assert order_of_run(train_jsonl=str(folder / "*/0.jsonl"))._mixture is None

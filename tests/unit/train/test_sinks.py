@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -129,13 +128,6 @@ def test_a_resumed_run_writes_to_the_same_folder_and_hides_the_steps_that_it_rep
     assert len(events.Scalars("eval/f1")) == 3
 
 
-def test_a_run_that_begins_anew_has_a_folder_of_its_own(tmp_path):
-    (tmp_path / "runs/old").mkdir(parents=True)
-    (tmp_path / "runs/old/events.out.tfevents.1").touch()
-    begin(TensorBoard(tmp_path)).on_train_end(None, None, None)
-    assert len(list((tmp_path / "runs").iterdir())) == 2
-
-
 def test_tensorboard_without_room_is_warned_of_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
     """TensorBoard writes in a thread, which ends with the first error."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -214,7 +206,7 @@ def test_tensorboard_gets_images_and_a_table(images, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # wandb leaves sockets open
-def test_wandb_gets_a_table_of_images_with_boxes(images, wandb, tmp_path, monkeypatch):
+def test_wandb_gets_images_and_a_table(images, wandb, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     begin(Wandb(tmp_path, None, {})).show(images)
     wandb.finish()
@@ -225,9 +217,6 @@ def test_wandb_gets_a_table_of_images_with_boxes(images, wandb, tmp_path, monkey
     assert first[1:5] == ["Detect.", f"cat, {ODD}", "cat, dog", ODD]
     pictures = sorted(table.parents[2].glob("images/eval/*.png"))
     assert [Image.open(file).size for file in pictures] == [(256, 256)] * 2
-    boxes = [json.loads(file.read_text())["box_data"] for file in table.parents[2].rglob("*.boxes2D.json")]
-    captions = sorted([item["box_caption"] for item in group] for group in boxes)
-    assert captions == [["cat", ODD], ["cat", "dog"]]  # both images have the same ones
 
 
 def test_true_matched_and_extra_objects_have_different_colours(images):
@@ -267,22 +256,6 @@ def test_the_file_has_step_loss_time_and_samples_of_a_resumed_run(tmp_path):
     assert values == {"running": 1, "step": 12, "max_steps": 50, "samples_total": (92 - 80) * 3}
     sink.end(at(12))
     assert read(tmp_path)["running"] == 0
-
-
-def test_no_count_is_lost_when_several_threads_count(tmp_path):
-    sink, event = PrometheusFile(tmp_path, stream()), {"event": "rollouts", "calls": [{"count": 1}]}
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=lambda: [sink.count(event) for _ in range(5000)]) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    sink.begin(at(0))
-    assert read(tmp_path)["rollouts_total"] == 40000
 
 
 def test_it_counts_what_servers_lost(tmp_path):

@@ -169,20 +169,6 @@ def test_a_logit_that_is_not_finite_is_null_at_its_token(tmp_path, examples):
     assert all_broken["bins"] == {}
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_line_says_its_step_as_the_log_counts_and_stands_beside_its_dump(tmp_path, resumed):
-    collect, dumps = dumping(tmp_path, every=1000)
-    collect(range(len(TRUTH)), StepIndex(0, 0))
-    collect(range(len(TRUTH)), StepIndex(123, 0))
-    followed = collect(range(len(TRUTH)), StepIndex(123, 1))[1]
-    row = COLLATE([followed])
-    writer = trace_writer(tmp_path) if resumed else TraceWriter(OBJECTIVE, dumps)
-    train_on(row, logits_for(row), writer, done=123)
-    (line,) = lines(tmp_path, "followed/trained-000123.jsonl")
-    assert (line["format"], line["example"], line["step"]) == (1, 4, 124)
-    assert set(line) == {"format", "example", "step", "loss", "terms", "where", "nll", "mass", "bins"}
-
-
 LENGTH = 150  # the examples have 146, 39 and 74 tokens
 
 

@@ -245,12 +245,9 @@ class Suspicions:
     """Counts about many records, and the mistakes that only they reveal together."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()  # of boxes and shapes, by what was observed
-        self._records: Counter[Space] = Counter()  # that state a space
-        self._fits: Counter[tuple[Space, Space]] = Counter()  # those that state the first and fit the second
-        self._reach: dict[
-            tuple[Space, Space], list[float]
-        ] = {}  # how far those that state the first are in the other
+        self._counts: Counter[str] = Counter()  # of boxes and shapes by what was observed, and of records by space
+        self._fits: Counter[tuple[Space, Space]] = Counter()  # records that state the first and fit the second
+        self._reach: dict[tuple[Space, Space], list[float]] = {}  # how far the shapes of these records go in it
 
     def add(self, record: Record) -> None:
         if record.objects:
@@ -260,7 +257,6 @@ class Suspicions:
 
     def merge(self, other: "Suspicions") -> None:
         self._counts.update(other._counts)
-        self._records.update(other._records)
         self._fits.update(other._fits)
         for spaces, reach in other._reach.items():
             self._reach[spaces] = [*map(max, reach, self._reach.get(spaces, reach))]
@@ -271,7 +267,7 @@ class Suspicions:
         yield from self._box_problems()
         for space in SPACES:
             # Swapped axes make shapes exceed the image too, and are the better explanation.
-            if self._records[space] >= 5 and not (swapped and space == "pixel"):
+            if self._counts[space] >= 5 and not (swapped and space == "pixel"):
                 yield from self._space_problems(space)
 
     def _add_boxes(self, record: Record) -> None:
@@ -320,7 +316,7 @@ class Suspicions:
         """Count which spaces a record fits, and note how far it reaches in each of them."""
         x = max(max(item.coords[::2]) for item in record.objects)
         y = max(max(item.coords[1::2]) for item in record.objects)
-        self._records[record.space] += 1
+        self._counts[record.space] += 1
         for space in SPACES:
             width, height = record.extent_in(space)
             self._fits[record.space, space] += x <= width * SLACK and y <= height * SLACK
@@ -328,7 +324,7 @@ class Suspicions:
             reach[:] = max(reach[0], x / width), max(reach[1], y / height)
 
     def _space_problems(self, stated: Space) -> Iterator[Problem]:
-        records, alike = self._records[stated], ("norm1000", "bin")  # which no data can tell apart
+        records, alike = self._counts[stated], ("norm1000", "bin")  # which no data can tell apart
         others = [space for space in SPACES if space != stated and not (space in alike and stated in alike)]
         fitting = [space for space in others if self._fits[stated, space] >= FITS * records]
         if not fitting:

@@ -8,14 +8,14 @@ something out. Nothing is written then.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_record
-from coordexp.data.doctor.examine import ReadImage, look_at_image, read_parts
-from coordexp.data.records import AnyRecord, Record, parse_any_record
-from coordexp.errors import DataError, Place
+from coordexp.data.doctor.checks import KINDS, Problem, Suspicions
+from coordexp.data.doctor.examine import CheckedLine, ReadImage, check_lines, read_parts
+from coordexp.data.records import Record
+from coordexp.errors import DataError, Finding, Place
 from coordexp.files import write_parts
 from coordexp.tasks import ignore
 
@@ -26,39 +26,17 @@ NO_CLASSES = "record that asks only for classes whose objects were dropped"
 Removal = tuple[str, int, str]  # what was dropped, the line, and the detail
 
 
-@dataclass(frozen=True)
-class DroppedKind:
-    """The records or objects that were dropped for one reason: how many, and the first place."""
-
-    what: str
-    count: int
-    first: Place
-
-
-@dataclass(frozen=True)
-class CleanReport:
-    """`changed` are the records that lost some of their objects."""
-
-    records: int
-    objects: int
-    changed: int
-    dropped: tuple[DroppedKind, ...]
-
-
 @dataclass
-class CleanPart:
-    """The result of reading a part of a file. Lines are numbered from 1 in each part."""
+class Cleaned:
+    """What is left of a part of a file, or of the whole, and what was dropped. Lines are numbered from 1 in each
+    part. `changed` are the records that lost some of their objects."""
 
-    lines: int = 0
     records: int = 0
     objects: int = 0
     changed: int = 0
     text: bytearray = field(default_factory=bytearray)
     removals: list[Removal] = field(default_factory=list)
     suspicions: Suspicions = field(default_factory=Suspicions)
-
-    def remove(self, problem: Problem) -> None:
-        self.removals.append((KINDS[problem.code].problem, self.lines, problem.detail))
 
 
 def clean(
@@ -68,19 +46,25 @@ def clean(
     look: ReadImage | None = None,
     notify: Callable[[float], None] = ignore,
     processes: int = 1,
-) -> CleanReport:
-    """Write the records and objects of a file that can be used to `target`, and return what was dropped. `look`
-    reads the facts of an image file; without it, image files are not opened. `notify` is called with the share of
-    the file that has been read. Raise DataError, and write nothing, if the whole file is suspect."""
-    reader = _PartCleaner(path.parent, look)
-    whole, counts, firsts = CleanPart(), Counter[str](), dict[str, Place]()
+) -> tuple[Cleaned, list[Finding]]:
+    """Write the records and objects of a file that can be used to `target`. Return their counts, and what was
+    dropped, with its count and first place. `look` reads the facts of an image file; without it, image files are
+    not opened. `notify` is called with the share of the file that has been read. Raise DataError, and write
+    nothing, if the whole file is suspect."""
+
+    def clean_part(lines: Sequence[bytes]) -> Cleaned:
+        part = Cleaned()
+        for line in check_lines(lines, path.parent, look):
+            _add_line(part, line)
+        return part
+
+    whole, counts, firsts = Cleaned(), Counter[str](), dict[str, Place]()
     with write_parts(target) as write:
-        for part in read_parts(path, reader.read, processes, notify):
+        for before, part in read_parts(path, clean_part, processes, notify):
             write(part.text)
             for what, line, detail in part.removals:
                 counts[what] += 1
-                firsts.setdefault(what, Place(str(path), whole.lines + line, detail))
-            whole.lines += part.lines
+                firsts.setdefault(what, Place(str(path), before + line, detail))
             whole.records += part.records
             whole.objects += part.objects
             whole.changed += part.changed
@@ -93,55 +77,35 @@ def clean(
                 f"{path}: no record would be left, so nothing was written", "see `coordexp data doctor`"
             )
     ranked = sorted(counts, key=lambda what: (-counts[what], what))
-    dropped = tuple(DroppedKind(what, counts[what], firsts[what]) for what in ranked)
-    return CleanReport(whole.records, whole.objects, whole.changed, dropped)
+    return whole, [Finding("note", "", what, count=counts[what], places=(firsts[what],)) for what in ranked]
 
 
-@dataclass(frozen=True)
-class _PartCleaner:
-    folder: Path
-    look: ReadImage | None
-
-    def read(self, lines: Iterator[bytes]) -> CleanPart:
-        part = CleanPart()
-        for line in lines:
-            part.lines += 1
-            if line.strip():
-                try:
-                    record = parse_any_record(line)
-                except ValueError as error:
-                    part.remove(Problem("broken-line", str(error)))
-                else:
-                    self._add_record(part, record, line)
-        return part
-
-    def _add_record(self, part: CleanPart, record: AnyRecord, line: bytes) -> None:
-        """Add a record without the objects that have a problem, unless it has one as a whole."""
-        if isinstance(record, Record):
-            part.suspicions.add(record)
-        _, of_image = look_at_image(self.folder, record, self.look)
-        problems = [problem for problem in (*of_image, *check_record(record)) if _is_removed(problem)]
-        if unusable := [problem for problem in problems if problem.index is None]:
-            part.remove(unusable[0])
+def _add_line(part: Cleaned, line: CheckedLine) -> None:
+    """Add a record without the objects that have a problem, unless it has one as a whole."""
+    record, text = line.record, line.text
+    if isinstance(record, Record):
+        part.suspicions.add(record)
+    problems = [problem for problem in line.problems if _is_removed(problem)]
+    removals = [(KINDS[problem.code].problem, line.number, problem.detail) for problem in problems]
+    if unusable := [k for k, problem in enumerate(problems) if problem.index is None]:
+        part.removals.append(removals[unusable[0]])
+        return
+    assert record is not None  # a broken line is a problem as a whole
+    if isinstance(record, Record) and problems:
+        removed: dict[int | None, Problem] = {}  # the first problem of each object
+        for problem, removal in zip(problems, removals, strict=True):
+            if removed.setdefault(problem.index, problem) is problem:
+                part.removals.append(removal)
+        record = _leave_out(record, removed)
+        if not record.objects or record.classes == ():
+            what = NO_CLASSES if record.objects else NO_OBJECTS
+            part.removals.append((what, line.number, repr(record.image)))
             return
-        if isinstance(record, Record) and problems:
-            removed = {
-                problem.index: problem for problem in reversed(problems)
-            }  # the first problem of each object
-            for problem in reversed(removed.values()):
-                part.remove(problem)
-            if len(removed) == len(record.objects):
-                part.removals.append((NO_OBJECTS, part.lines, repr(record.image)))
-                return
-            record = _leave_out(record, removed)
-            if record.classes == ():
-                part.removals.append((NO_CLASSES, part.lines, repr(record.image)))
-                return
-            part.changed += 1
-            line = record.as_json().encode(errors="backslashreplace")
-        part.text += line.rstrip(b"\n") + b"\n"
-        part.records += 1
-        part.objects += len(record.objects) if isinstance(record, Record) else 0
+        part.changed += 1
+        text = record.as_json().encode(errors="backslashreplace")
+    part.text += text.rstrip(b"\n") + b"\n"
+    part.records += 1
+    part.objects += len(record.objects) if isinstance(record, Record) else 0
 
 
 def _leave_out(record: Record, removed: Mapping[int | None, Problem]) -> Record:

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image,
 from coordexp.data.geometry import BINS
 from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import AnyRecord, ChatRecord, Record, open_records, parse_any_record
-from coordexp.errors import DataError, Finding, Place
+from coordexp.errors import DataError, Finding, Place, explain
 from coordexp.tasks import ignore
 
 T = TypeVar("T")
@@ -33,9 +33,9 @@ MOST_CLASSES = 100_000  # counted by name, to bound the memory: free text may de
 EXAMPLES = 5  # kept per finding
 MIXED = 0.05  # share of the rarer kind of shape from which a class counts as mixed
 PART = 2**18  # bytes of a part of the file, about a tenth of a second of work, so that all processes end together
+AHEAD = 64  # parts per process that are read before the next ones are given out, to bound the memory
+LINES_AHEAD = 64  # whose images are read ahead, if they are in a store
 ReadImage = Callable[[str], ImageFacts]  # takes an address
-AHEAD = 64  # lines whose images are read ahead, if they are in a store
-ParsedLine = AnyRecord | ValueError | None
 STEPS = (0, 5, 10, 20, 50, 100, 200, 500, BINS)  # of the histogram of sides
 SMALL = 20  # bins; below this median side, the masks of matching are too coarse
 
@@ -50,82 +50,14 @@ class ExampleTokens(NamedTuple):
 
 # A function that counts the tokens of the example of a record. It raises ValueError if there can be none.
 CountTokens = Callable[[AnyRecord], ExampleTokens]
-
-
-class Classes:
-    """How many objects each class has, and how many of them are boxes. `uncounted` are the objects of classes
-    beyond `MOST_CLASSES`."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.boxes: Counter[str] = Counter()
-        self.uncounted = 0
-
-    def add(self, record: Record) -> None:
-        for item in record.objects:
-            if item.desc in self.counts or len(self.counts) < MOST_CLASSES:
-                self.counts[item.desc] += 1
-                self.boxes[item.desc] += item.kind == "bbox_2d"
-            else:
-                self.uncounted += 1
-
-    def merge(self, other: "Classes") -> None:
-        self.uncounted += other.uncounted
-        for desc, count in other.counts.items():
-            if desc in self.counts or len(self.counts) < MOST_CLASSES:
-                self.counts[desc] += count
-                self.boxes[desc] += other.boxes[desc]
-            else:
-                self.uncounted += count
-
-    def problems(self) -> Iterator[Problem]:
-        for desc, count in self.counts.items():
-            polygons = count - self.boxes[desc]
-            if min(self.boxes[desc], polygons) >= max(1, MIXED * count):
-                yield Problem("mixed-shapes", f"{desc!r}: {self.boxes[desc]:,} boxes and {polygons:,} polygons")
-        spellings: dict[str, list[str]] = {}
-        for desc in self.counts:
-            spellings.setdefault(" ".join(desc.casefold().split()), []).append(desc)
-        for variants in spellings.values():
-            if len(variants) > 1:
-                shown = [f"{desc!r} ({self.counts[desc]:,})" for desc in variants[:4]]
-                yield Problem("desc-spelling", ", ".join(shown))
-
-
-class Sizes:
-    """How many objects have which side, in bins. The side is the square root of width times height."""
-
-    def __init__(self) -> None:
-        self.sides = [0] * BINS
-
-    def add(self, record: Record) -> None:
-        scale = (BINS - 1) / math.sqrt(record.extent[0] * record.extent[1])
-        for item in record.objects:
-            xs, ys = item.coords[::2], item.coords[1::2]
-            side = scale * math.sqrt((max(xs) - min(xs)) * (max(ys) - min(ys)))
-            self.sides[min(BINS - 1, round(side))] += 1
-
-    def merge(self, other: "Sizes") -> None:
-        self.sides = [*map(sum, zip(self.sides, other.sides, strict=True))]
-
-    @property
-    def median(self) -> int | None:
-        return quantile(Counter(dict(enumerate(self.sides))), 0.5)
-
-    @property
-    def histogram(self) -> tuple[tuple[int, int, int], ...]:
-        """The number of objects per range of sides, as (lowest side, end of the range, objects)."""
-        return tuple((low, high, sum(self.sides[low:high])) for low, high in pairwise(STEPS))
-
-    def problems(self) -> Iterator[Problem]:
-        if self.median is not None and self.median < SMALL:
-            yield Problem("small-objects", f"median side {self.median} of {BINS:,} bins")
+# How many answers or examples have so many tokens and objects. The objects of a question and its answer are None.
+Lengths = Counter[tuple[int, int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
     """Tokens per answer or per example: median, 95th percentile and maximum. `per_object` is the number of all
-    tokens by that of all objects."""
+    tokens by that of all objects, in records with objects."""
 
     records: int
     per_object: float
@@ -133,31 +65,18 @@ class TokenCount:
     p95: int
     longest: int
 
-
-class Tokens:
-    """Lengths of answers as they are trained on, or of whole examples."""
-
-    def __init__(self) -> None:
-        self._lengths: Counter[int] = Counter()
-        self._totals: Counter[str] = Counter()  # of the records with objects
-
-    def add(self, length: int, objects: int | None) -> None:
-        """Add a length with so many objects, or None if it is that of a question and its answer."""
-        self._lengths[length] += 1
-        if objects is not None:
-            self._totals.update(objects=objects, tokens=length)
-
-    def merge(self, other: "Tokens") -> None:
-        self._lengths.update(other._lengths)
-        self._totals.update(other._totals)
-
-    @property
-    def count(self) -> TokenCount | None:
-        median, p95 = quantile(self._lengths, 0.5), quantile(self._lengths, 0.95)
+    @classmethod
+    def of(cls, counts: Lengths) -> "TokenCount | None":
+        lengths, totals = Counter[int](), Counter[str]()
+        for (length, objects), count in counts.items():
+            lengths[length] += count
+            if objects is not None:
+                totals.update(tokens=length * count, objects=objects * count)
+        median, p95 = quantile(lengths, 0.5), quantile(lengths, 0.95)
         if median is None or p95 is None:
             return None
-        per_object = round(self._totals["tokens"] / max(1, self._totals["objects"]), 1)
-        return TokenCount(self._lengths.total(), per_object, median, p95, max(self._lengths))
+        per_object = round(totals["tokens"] / max(1, totals["objects"]), 1)
+        return cls(lengths.total(), per_object, median, p95, max(lengths))
 
 
 def quantile(counts: Counter[int], share: float) -> int | None:
@@ -171,24 +90,13 @@ def quantile(counts: Counter[int], share: float) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class DataReport:
-    """The findings, errors first, and statistics of the file. `questions` are the chat records among its records.
-    `tokens` are those of answers, and `examples` those of whole examples, with prompt and image."""
-
-    file: Path
-    records: int
-    questions: int
-    objects: int
-    findings: tuple[Finding, ...]
-    classes: Classes
-    sizes: Sizes
-    tokens: TokenCount | None
-    examples: TokenCount | None
-
-    @property
-    def errors(self) -> int:
-        return sum(finding.count for finding in self.findings if finding.severity == "error")
+def measure_sides(record: Record) -> Iterator[int]:
+    """Yield the side of each object in bins: the square root of width times height."""
+    scale = (BINS - 1) / math.sqrt(record.extent[0] * record.extent[1])
+    for item in record.objects:
+        xs, ys = item.coords[::2], item.coords[1::2]
+        side = scale * math.sqrt((max(xs) - min(xs)) * (max(ys) - min(ys)))
+        yield min(BINS - 1, round(side))
 
 
 # An image as a record uses it: line, path, hash of the path, and hash of the content, or None if it was not read.
@@ -199,23 +107,25 @@ ImageUse = tuple[int, str, int, int | None]
 
 @dataclass
 class Facts:
-    """The findings and statistics of a part of a file, or of the whole. Lines are numbered from 1 in each part."""
+    """The findings and statistics of a part of a file, or of the whole. Lines are numbered from 1 in each part.
+    `uncounted` are the objects of classes beyond `MOST_CLASSES`."""
 
-    lines: int = 0
     records: int = 0
     questions: int = 0
     objects: int = 0
-    counts: Counter[str] = field(default_factory=Counter)  # of problems, by code
+    uncounted: int = 0
+    classes: Counter[str] = field(default_factory=Counter)  # the objects of each class
+    boxes: Counter[str] = field(default_factory=Counter)  # those of them that are boxes
+    sides: Counter[int] = field(default_factory=Counter)  # objects by their side in bins
+    answers: Lengths = field(default_factory=Counter)
+    examples: Lengths = field(default_factory=Counter)
+    problems: Counter[str] = field(default_factory=Counter)  # by code
     places: dict[str, list[tuple[int | None, str]]] = field(default_factory=dict)  # the first ones of each code
     images: list[ImageUse] = field(default_factory=list)
-    classes: Classes = field(default_factory=Classes)
-    sizes: Sizes = field(default_factory=Sizes)
     suspicions: Suspicions = field(default_factory=Suspicions)
-    tokens: Tokens = field(default_factory=Tokens)
-    example_tokens: Tokens = field(default_factory=Tokens)
 
     def add(self, line: int | None, problem: Problem) -> None:
-        self.counts[problem.code] += 1
+        self.problems[problem.code] += 1
         self._add_place(problem.code, line, problem.detail)
 
     def _add_place(self, code: str, line: int | None, detail: str) -> None:
@@ -223,105 +133,132 @@ class Facts:
         if len(places) < EXAMPLES:
             places.append((line, detail))
 
-    def merge(self, part: "Facts") -> None:
-        """Add the facts about the part of the file behind this one, except for its images."""
+    def merge(self, part: "Facts", before: int) -> None:
+        """Add the facts about a part of the file that has so many lines before it, except for its images."""
         for code, places in part.places.items():
             for line, detail in places:
-                self._add_place(code, None if line is None else self.lines + line, detail)
-        self.lines += part.lines
+                self._add_place(code, None if line is None else before + line, detail)
         self.records += part.records
         self.questions += part.questions
         self.objects += part.objects
-        self.counts.update(part.counts)
-        self.classes.merge(part.classes)
-        self.sizes.merge(part.sizes)
+        for desc, count in part.classes.items():
+            if desc in self.classes or len(self.classes) < MOST_CLASSES:
+                self.classes[desc] += count
+                self.boxes[desc] += part.boxes[desc]
+            else:
+                self.uncounted += count
+        self.sides.update(part.sides)
+        self.answers.update(part.answers)
+        self.examples.update(part.examples)
+        self.problems.update(part.problems)
         self.suspicions.merge(part.suspicions)
-        self.tokens.merge(part.tokens)
-        self.example_tokens.merge(part.example_tokens)
+
+    def conclude(self) -> Iterator[Problem]:
+        """Yield the problems that only the whole file shows."""
+        if not self.records and not self.problems:
+            yield Problem("no-records", "nothing to train on")
+        yield from self.suspicions.problems()
+        for desc, count in self.classes.items():
+            polygons = count - self.boxes[desc]
+            if min(self.boxes[desc], polygons) >= max(1, MIXED * count):
+                yield Problem("mixed-shapes", f"{desc!r}: {self.boxes[desc]:,} boxes and {polygons:,} polygons")
+        spellings: dict[str, list[str]] = {}
+        for desc in self.classes:
+            spellings.setdefault(" ".join(desc.casefold().split()), []).append(desc)
+        for variants in spellings.values():
+            if len(variants) > 1:
+                shown = [f"{desc!r} ({self.classes[desc]:,})" for desc in variants[:4]]
+                yield Problem("desc-spelling", ", ".join(shown))
+        median = quantile(self.sides, 0.5)
+        if median is not None and median < SMALL:
+            yield Problem("small-objects", f"median side {median} of {BINS:,} bins")
 
 
 @dataclass(frozen=True)
-class _PartReader:
-    """Reads parts of a file."""
+class DataReport:
+    """The findings about a file, errors first, and its statistics."""
 
-    folder: Path
-    look: ReadImage | None
-    count_tokens: CountTokens | None
-    max_length: int | None
+    file: Path
+    findings: tuple[Finding, ...]
+    facts: Facts
 
-    def read(self, lines: Iterator[bytes]) -> Facts:
-        facts = Facts()
-        parsed: Iterator[ParsedLine] = map(_parse, lines)
-        if self.look is not None and stores.are_used():
-            parsed = self._read_ahead(parsed)
-        for record in parsed:
-            facts.lines += 1
-            if isinstance(record, ValueError):
-                facts.add(facts.lines, Problem("broken-line", str(record)))
-            elif record is not None:
-                self._add_record(facts, record)
-        return facts
+    @property
+    def errors(self) -> int:
+        return sum(finding.count for finding in self.findings if finding.severity == "error")
 
-    def _read_ahead(self, parsed: Iterator[ParsedLine]) -> Iterator[ParsedLine]:
-        """Yield the lines, while the images of the lines after them are read."""
-        waiting: deque[ParsedLine] = deque()
-        for record in parsed:
-            if isinstance(record, Record | ChatRecord) and record.image is not None:
-                stores.read_ahead([join_address(self.folder, record.image)])
-            waiting.append(record)
-            if len(waiting) > AHEAD:
-                yield waiting.popleft()
-        yield from waiting
+    @property
+    def tokens(self) -> TokenCount | None:
+        """The tokens of answers."""
+        return TokenCount.of(self.facts.answers)
 
-    def _add_record(self, facts: Facts, record: AnyRecord) -> None:
-        facts.records += 1
-        problems = check_record(record)
-        seen, of_image = look_at_image(self.folder, record, self.look)
-        for problem in (*problems, *of_image):
-            facts.add(facts.lines, problem)
-        if isinstance(record, ChatRecord):
-            facts.questions += 1
+    @property
+    def examples(self) -> TokenCount | None:
+        """The tokens of whole examples, with prompt and image."""
+        return TokenCount.of(self.facts.examples)
+
+    @property
+    def median_side(self) -> int | None:
+        return quantile(self.facts.sides, 0.5)
+
+    @property
+    def histogram(self) -> tuple[tuple[int, int, int], ...]:
+        """The number of objects per range of sides, as (lowest side, end of the range, objects)."""
+        sides = self.facts.sides
+        return tuple((low, high, sum(sides[side] for side in range(low, high))) for low, high in pairwise(STEPS))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLine:
+    """A line with its number and its record, or None if the line is broken; what is wrong with the line and with
+    its image; and the facts of the image, if it was read."""
+
+    number: int
+    text: bytes
+    record: AnyRecord | None
+    own_problems: tuple[Problem, ...]
+    image_problems: tuple[Problem, ...] = ()
+    image: ImageFacts | None = None
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return (*self.image_problems, *self.own_problems)
+
+
+def check_lines(lines: Iterable[bytes], folder: Path, look: ReadImage | None) -> Iterator[CheckedLine]:
+    """Yield the lines that are not blank, numbered from 1. Image paths are relative to `folder`. `look` reads the
+    facts of an image file; without it, no image is opened."""
+    for number, line, record in _parse_ahead(lines, None if look is None else folder):
+        if isinstance(record, ValueError):
+            yield CheckedLine(number, line, None, (Problem("broken-line", str(record)),))
         else:
-            facts.objects += len(record.objects)
-            request = (record.classes, record.expression, record.prompt)
-            content = None if seen is None else hash((seen.content_hash, request))
-            path_hash = hash((os.path.normpath(record.image), request))
-            facts.images.append((facts.lines, record.image, path_hash, content))
-            facts.classes.add(record)
-            facts.sizes.add(record)
-            facts.suspicions.add(record)
-        if self.count_tokens and not any(KINDS[problem.code].severity == "error" for problem in problems):
-            self._add_length(facts, record, self.count_tokens)
+            image, of_image = _look_at_image(folder, record, look)
+            yield CheckedLine(number, line, record, check_record(record), of_image, image)
 
-    def _add_length(self, facts: Facts, record: AnyRecord, count_tokens: CountTokens) -> None:
-        """Count the tokens of a record's example. It is a problem if it is too long, or if there can be none."""
+
+def _parse_ahead(
+    lines: Iterable[bytes], folder: Path | None
+) -> Iterator[tuple[int, bytes, AnyRecord | ValueError]]:
+    """Yield the lines that are not blank, with their numbers, and their records or what is wrong with them. With a
+    folder, the images of the lines behind the one that is yielded are read meanwhile, if they are in a store."""
+    waiting: deque[tuple[int, bytes, AnyRecord | ValueError]] = deque()
+    ahead = LINES_AHEAD if folder is not None and stores.are_used() else 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            prompt, answer = count_tokens(record)
+            record = parse_any_record(line)
         except ValueError as error:
-            facts.add(facts.lines, Problem("not-writable", str(error)))
-            return
-        objects = None if isinstance(record, ChatRecord) else len(record.asked_objects)
-        facts.tokens.add(answer, objects)
-        length = answer + (prompt or 0)
-        if prompt is not None:
-            facts.example_tokens.add(length, objects)
-        if self.max_length is not None and length > self.max_length:
-            parts = "" if prompt is None else f", {answer:,} of them the answer"
-            detail = f"{length:,} tokens{parts}; at most {self.max_length:,} are allowed"
-            facts.add(facts.lines, Problem("too-long", detail))
+            waiting.append((number, line, error))
+        else:
+            waiting.append((number, line, record))
+            if folder is not None and record.image is not None:
+                stores.read_ahead([join_address(folder, record.image)])
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
-def _parse(line: bytes) -> ParsedLine:
-    """Return the record of a line, what is wrong with the line, or None if it is blank."""
-    if not line.strip():
-        return None
-    try:
-        return parse_any_record(line)
-    except ValueError as error:
-        return error
-
-
-def look_at_image(
+def _look_at_image(
     folder: Path, record: AnyRecord, look: ReadImage | None
 ) -> tuple[ImageFacts | None, tuple[Problem, ...]]:
     """Return the facts of the image of a record, and what is wrong with it. Without `look`, or without an image,
@@ -352,49 +289,88 @@ def examine(
     """Report on a data file. `look` reads the facts of an image file. `max_length` is the largest number of tokens
     of an example, as far as they are counted. `notify` is called with the share of the file that has been read.
     Several `processes` read parts of the file, of about `part` bytes, side by side; the report is the same."""
-    reader, whole = _PartReader(path.parent, look, count_tokens, max_length), Facts()
+
+    def read_part(lines: Sequence[bytes]) -> Facts:
+        facts = Facts()
+        for line in check_lines(lines, path.parent, look):
+            _add_line(facts, line)
+            is_usable = all(KINDS[problem.code].severity != "error" for problem in line.own_problems)
+            if count_tokens and line.record is not None and is_usable:
+                _add_length(facts, line.number, line.record, count_tokens, max_length)
+        return facts
+
+    whole = Facts()
     paths, contents = dict[int, int](), dict[int, int]()  # from the hash of each to the first line that has it
-    for facts in read_parts(path, reader.read, processes, notify, part):
+    for before, facts in read_parts(path, read_part, processes, notify, part):
         for line, image, path_hash, content in facts.images:
-            line += whole.lines
+            line += before
             first = paths.setdefault(path_hash, line)
             twin = line if content is None else contents.setdefault(content, line)
             if first != line:
                 whole.add(line, Problem("duplicate-image", f"{image!r}, as in line {first}"))
             elif twin != line:
                 whole.add(line, Problem("duplicate-content", f"{image!r}, as in line {twin}"))
-        whole.merge(facts)
-    if not whole.records and not whole.counts:
-        whole.add(None, Problem("no-records", "nothing to train on"))
-    for problem in (*whole.suspicions.problems(), *whole.classes.problems(), *whole.sizes.problems()):
+        whole.merge(facts, before)
+    for problem in list(whole.conclude()):
         whole.add(None, problem)
     findings = []
     for code, kind in KINDS.items():  # errors first, and general problems before those of one object
-        if code in whole.counts:
+        if code in whole.problems:
             places = tuple(Place(str(path), *place) for place in whole.places[code])
-            findings.append(replace(kind, count=whole.counts[code], places=places))
-    return DataReport(
-        path,
-        whole.records,
-        whole.questions,
-        whole.objects,
-        tuple(findings),
-        whole.classes,
-        whole.sizes,
-        whole.tokens.count,
-        whole.example_tokens.count,
-    )
+            findings.append(replace(kind, count=whole.problems[code], places=places))
+    return DataReport(path, tuple(findings), whole)
+
+
+def _add_line(facts: Facts, line: CheckedLine) -> None:
+    for problem in line.problems:
+        facts.add(line.number, problem)
+    record = line.record
+    if record is None:
+        return
+    facts.records += 1
+    if isinstance(record, ChatRecord):
+        facts.questions += 1
+        return
+    facts.objects += len(record.objects)
+    facts.classes.update(item.desc for item in record.objects)
+    facts.boxes.update(item.desc for item in record.objects if item.kind == "bbox_2d")
+    facts.sides.update(measure_sides(record))
+    facts.suspicions.add(record)
+    request = (record.classes, record.expression, record.prompt)
+    content = None if line.image is None else hash((line.image.content_hash, request))
+    path_hash = hash((os.path.normpath(record.image), request))
+    facts.images.append((line.number, record.image, path_hash, content))
+
+
+def _add_length(
+    facts: Facts, line: int, record: AnyRecord, count_tokens: CountTokens, max_length: int | None
+) -> None:
+    """Count the tokens of a record's example. It is a problem if it is too long, or if there can be none."""
+    try:
+        prompt, answer = count_tokens(record)
+    except ValueError as error:
+        facts.add(line, Problem("not-writable", str(error)))
+        return
+    objects = None if isinstance(record, ChatRecord) else len(record.asked_objects)
+    facts.answers[answer, objects] += 1
+    length = answer + (prompt or 0)
+    if prompt is not None:
+        facts.examples[length, objects] += 1
+    if max_length is not None and length > max_length:
+        parts = "" if prompt is None else f", {answer:,} of them the answer"
+        facts.add(line, Problem("too-long", f"{length:,} tokens{parts}; at most {max_length:,} are allowed"))
 
 
 def read_parts(
     path: Path,
-    work: Callable[[Iterator[bytes]], T],
+    work: Callable[[Sequence[bytes]], T],
     processes: int,
     notify: Callable[[float], None],
     part: int = PART,
-) -> Iterator[T]:
-    """Yield what `work` returns for the lines of each part of a file, in order. Parts have about `part` bytes, and
-    several `processes` read them side by side. `notify` gets the share of the file that has been read."""
+) -> Iterator[tuple[int, T]]:
+    """Yield the number of lines before each part of a file, and what `work` returns for its lines, in order. Parts
+    have about `part` bytes, and several `processes` read them side by side. `notify` gets the share of the file
+    that has been read."""
     parts, begin, size = list[tuple[int, int]](), 0, path.stat().st_size
     with open_records(path) as file:
         while begin < size:
@@ -403,44 +379,41 @@ def read_parts(
             parts.append((begin, file.tell()))
             begin = file.tell()
 
-    def read(bounds: tuple[int, int]) -> T:
-        return work(_read_lines(path, *bounds))
+    def read(bounds: tuple[int, int]) -> tuple[int, T]:
+        lines = _read_lines(path, *bounds)
+        return len(lines), work(lines)
 
     processes = min(processes, len(parts)) if sys.platform == "linux" else 1
     results = map(read, parts) if processes <= 1 else _map_in_processes(read, parts, processes)
-    for (_, end), result in zip(parts, results, strict=True):
-        yield result
+    before = 0
+    for (_, end), (lines, result) in zip(parts, results, strict=True):
+        yield before, result
+        before += lines
         notify(end / size)
 
 
-def _read_lines(path: Path, begin: int, end: int) -> Iterator[bytes]:
+def _read_lines(path: Path, begin: int, end: int) -> list[bytes]:
     with path.open("rb") as file:
         file.seek(begin)
-        while file.tell() < end:
-            line = file.readline()
-            if not line:
-                raise DataError(f"{path} was changed while it was read", "start again when it is complete")
-            yield line
+        content = file.read(end - begin)
+    if len(content) < end - begin:
+        raise DataError(f"{path} was changed while it was read", "start again when it is complete")
+    return content.removesuffix(b"\n").split(b"\n")
 
 
 def _map_in_processes(
     work: Callable[[tuple[int, int]], T], parts: Sequence[tuple[int, int]], processes: int
 ) -> Iterator[T]:
-    """Yield the results of all parts, in order. A few parts are read ahead. The processes are forks of this one,
-    so `work` need not be sent to them."""
+    """Yield the results of all parts, in order. The processes are forks of this one, so `work` need not be sent to
+    them."""
     context = multiprocessing.get_context("fork")
+    killed = "a process that read a part of the file was killed, most likely because memory ran out"
+    fix = "end other programs, or allow one processor only (taskset -c 0)"
     pool = ProcessPoolExecutor(processes, context, initializer=_begin_worker, initargs=(work,))
-    waiting: deque[Future[T]] = deque()
     try:
-        for part in parts:
-            waiting.append(pool.submit(_work_in_process, part))
-            if len(waiting) == 4 * processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        problem = "a process that read a part of the file was killed, most likely because memory ran out"
-        raise DataError(problem, "end other programs, or allow one processor only (taskset -c 0)") from error
+        with explain(BrokenProcessPool, killed, fix):
+            for start in range(0, len(parts), AHEAD * processes):
+                yield from pool.map(_work_in_process, parts[start : start + AHEAD * processes])
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -81,7 +81,8 @@ def _read_document(
         if path in seen:
             counts.add("noted", "file that two images share: both are kept", where)
         seen.add(path)
-        size = _read_size(image, path, where, counts)
+        stated = [(image.get("width"), image.get("height"))]
+        size = read_size(stated, path, f"{where}: no width and height", where, counts)
         own = annotations.pop(id, [])
         kept = [annotation for annotation in own if not _is_dropped_crowd(annotation, rules)]
         objects = [_read_object(annotation, names, size, rules, counts) for annotation in kept]
@@ -152,42 +153,19 @@ def _group_by_image(
     counts: ImportCounts,
 ) -> dict[Any, list[JsonObject]]:
     groups: dict[Any, list[JsonObject]] = {}
-    by_id: dict[Any, JsonObject] = {}
-    for index, annotation in enumerate(annotations):
-        id = annotation.get("id", f"no {index}")
-        where = _describe(annotation)
-        image, category = annotation.get("image_id"), annotation.get("category_id")
+    for annotation in annotations:
+        where, image, category = _describe(annotation), annotation.get("image_id"), annotation.get("category_id")
         if type(image) not in (int, str) or image not in images:
             counts.add("dropped", "annotation of an unknown image", f"{where} (image {image!r})")
         elif type(category) not in (int, str) or category not in names:
             counts.add("dropped", "annotation of an unknown category", f"{where} (category {category!r})")
-        elif (
-            type(id) in (int, str)
-            and by_id.setdefault(id, annotation) is not annotation
-            and by_id[id] == annotation
-        ):
-            counts.add("dropped", "annotation that occurs twice", where)
         else:
-            if type(id) in (int, str) and by_id[id] is not annotation:
-                counts.add("noted", "annotation with the id of another: both are kept", where)
             if _is_dropped_crowd(annotation, rules):
                 counts.add("dropped", "crowd (--crowd drop)", where)
             elif annotation.get("iscrowd"):
                 counts.add("noted", "crowd: kept as one object", where)
             groups.setdefault(image, []).append(annotation)
     return groups
-
-
-def _read_size(image: JsonObject, path: Path, where: str, counts: ImportCounts) -> tuple[int, int]:
-    width, height = image.get("width"), image.get("height")
-    if width is not None and height is not None:
-        if not all(type(side) in (int, float) and side > 0 and side % 1 == 0 for side in (width, height)):
-            raise DataError(
-                f"{where}: width {width!r} and height {height!r} are not positive whole numbers",
-                "correct or remove them",
-            )
-        return int(width), int(height)
-    return read_size((), path, f"{where}: no width and height", where, counts)
 
 
 def _read_object(

@@ -131,9 +131,9 @@ def read_size(
 ) -> tuple[int, int]:
     """Return the first stated width and height that can be used, or else the size of the image file. Raise
     DataError if the file cannot be read either."""
-    for width, height in stated:
-        if type(width) is int and type(height) is int and width > 0 and height > 0:
-            return width, height
+    for sides in stated:
+        if all(type(side) in (int, float) and side > 0 and side % 1 == 0 for side in sides):
+            return int(sides[0]), int(sides[1])
     fix = "give the folder of the images with --images, or add the sizes to the source"
     need_packages("the size of an image", "PIL", extra="evaluate")
     with explain(OSError, f"{problem}, and {path} cannot be read", fix):

@@ -11,14 +11,7 @@ from typing import Any
 import yaml
 
 from coordexp.data.images import read_image_size
-from coordexp.data.importers.source import (
-    LARGEST,
-    Dropped,
-    ImportCounts,
-    SourceImage,
-    SourceObject,
-    check_name,
-)
+from coordexp.data.importers.source import LARGEST, Dropped, ImportCounts, SourceImage, SourceObject, check_name
 from coordexp.errors import DataError, explain
 from coordexp.files import read_file
 

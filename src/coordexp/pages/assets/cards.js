@@ -1,5 +1,5 @@
 "use strict";
-// Filters, orders and pages through cards, enlarges images, hides kinds of shapes and low scores, and sorts tables. The
+// Filters, orders and pages through cards, enlarges images, hides low scores, and sorts tables. The
 // page can be read without it.
 const host = document.querySelector(".cards");
 const cards = [...document.querySelectorAll(".card")];
@@ -31,12 +31,11 @@ function goTo(page) {
   for (const card of cards) card.hidden = !visible.has(card);
   find("nothing").hidden = fitting.length > 0;
   const counts = `${fitting.length} of ${cards.length}`;
-  find("where").textContent = find("back") ? `${at + 1} of ${last + 1}` : `${counts} shown`;
   find("where").title = counts;
-  if (!find("back")) return;
-  find("back").disabled = at === 0;
-  find("on").disabled = at === last;
-  window.scrollTo(0, 0);
+  if (find("back")) {
+    showPlace(at, last + 1);
+    window.scrollTo(0, 0);
+  } else find("where").textContent = `${counts} shown`;
 }
 
 function order(key) {
@@ -94,9 +93,6 @@ for (const stage of document.querySelectorAll(".card .stage")) {
 }
 document.body.append(dialog);
 for (const select of filters) select.addEventListener("change", filter);
-for (const box of document.querySelectorAll("[data-kind]")) {
-  box.addEventListener("change", () => document.body.classList.toggle(`hide-${box.dataset.kind}`, !box.checked));
-}
 document.querySelectorAll(".sortable th[scope=col]").forEach((header, column) => {
   header.addEventListener("click", () => sortBy(column, header));
 });

@@ -36,5 +36,25 @@ function edges(ring) {
   return [Math.min(...xs), Math.min(...ys), Math.max(...xs), Math.max(...ys)];
 }
 
+// The name of a shape with these edges, above or below it. In the right half of the image it ends where the shape ends.
+function nameTag(kind, [left, top, right, bottom], { width, height }, isBelow, ...content) {
+  const node = element("span", `tag ${kind}`, ...content);
+  if (left > 0.55 * width) node.style.right = `${Math.max(0, 100 - (100 * right) / width)}%`;
+  else node.style.left = `${Math.max(0, (100 * left) / width)}%`;
+  node.style.top = isBelow ? `min(100% - 17px, ${(100 * bottom) / height}%)` : `max(0px, ${(100 * top) / height}% - 16px)`;
+  return node;
+}
+
 // The dialog with the keys of a page.
 const openKeys = () => find("keys").showModal();
+
+// Says which of some things is shown, and whether there is one before and behind it.
+function showPlace(at, count) {
+  find("where").textContent = `${count && at + 1} of ${count}`;
+  find("back").disabled = at <= 0;
+  find("on").disabled = at >= count - 1;
+}
+
+for (const box of document.querySelectorAll("[data-kind]")) {
+  box.addEventListener("change", () => document.body.classList.toggle(`hide-${box.dataset.kind}`, !box.checked));
+}

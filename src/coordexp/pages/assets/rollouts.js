@@ -1,72 +1,32 @@
 "use strict";
 // The sample as a whole: its name and counts, the terms of its loss, and where it comes from.
 const head = (() => {
-  function start() {
-    find("kinds").append(...Object.entries(KINDS).map(([kind, words]) => {
-      const box = element("input", "", { type: "checkbox", checked: true, data: { kind } });
-      box.addEventListener("change", () => find("stage").classList.toggle(`hide-${kind}`, !box.checked));
-      return element("label", "", box, drawKind(kind), words, element("b"), { data: { of: kind } });
-    }));
-  }
-
-  function drawKind(kind) {
-    const strike = LEFT_OUT.has(kind) ? [svg("line", { x1: 2, y1: 15, x2: 34, y2: 3 })] : [];
-    const frame = { viewBox: "0 0 36 18", class: "sample", "aria-hidden": "true" };
-    return svg("svg", frame, outline(kind, [2, 3, 34, 3, 34, 15, 2, 15], ...strike));
-  }
-
   function show(entry, sample) {
     find("name").replaceChildren(`Step ${entry.step} `, element("small", "", element("bdi", "", entry.image)));
     find("tally").replaceChildren(...tally(entry).map(([words, style]) => element("span", style, words)));
     find("notes").replaceChildren(...sample.notes.map((note) => element("p", "note", note)));
-    const counts = {};
-    for (const { kind } of data.shapes(sample)) counts[kind] = (counts[kind] ?? 0) + 1;
-    for (const label of find("kinds").children) {
-      const count = counts[label.dataset.of] ?? 0;
-      label.lastChild.textContent = count;
-      label.hidden = !count && !ALWAYS_LISTED.has(label.dataset.of);
-    }
     const { roles } = sample.tokens;
     const [all, trained] = [roles.length, roles.filter(data.isTrained).length].map((n) => n.toLocaleString("en"));
     const prompt = countOf(sample.prompt_tokens, "token");
     find("length").textContent = `${all}, ${trained} of them trained, after a prompt of ${prompt}`;
-    legend(sample);
+    find("roles").replaceChildren(...data.roles(sample).map(legend));
     const facts = sample.facts.map(([name, value]) => [name, element("bdi", "", value)]);
     find("about").replaceChildren(element("div", "", ...loss(sample.trained)), origin(facts, sample.choice));
   }
 
   function tally(entry) {
-    const words = [[data.countFound(entry), "matched"]];
-    if (entry.missed) words.push([`${entry.missed} missed`, "missed"]);
-    if (entry.extra) words.push([`${entry.extra} extra`, "extra"]);
-    if (entry.duplicate) words.push([`${countOf(entry.duplicate, "duplicate")} removed`, "extra"]);
-    if (entry.removed) words.push([`${entry.removed} other extra removed`, "extra"]);
-    if (entry.agreed) words.push([`${entry.agreed} agreed`, "agreed"]);
-    if (entry.moved) words.push([`${entry.moved} moved`, "matched"]);
-    if (entry.invalid) words.push([`${entry.invalid} invalid`, "invalid"]);
-    if (entry.truncated) words.push(["truncated", "invalid"]);
-    if (entry.fallback) words.push(["unreadable: all true objects added", "invalid"]);
-    words.push([entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"]);
-    return words;
+    return [
+      [data.countFound(entry), "matched"],
+      ...(entry.invalid ? [[`${entry.invalid} invalid`, "invalid"]] : []),
+      ...(entry.truncated ? [["truncated", "invalid"]] : []),
+      [entry.loss === null ? "loss not known" : `loss ${entry.loss.toFixed(3)}`, "plain"],
+    ];
   }
 
-  function legend(sample) {
-    const counts = {};
-    for (const role of sample.tokens.roles) counts[role] = (counts[role] ?? 0) + 1;
-    const marks = Object.keys(sample.unlikely).length;
-    find("roles").replaceChildren(...Object.entries(data.roles(sample)).map(([role, [style, name, meaning]]) => {
-      const shape = { coord: "512", added: "512", end: "end" }[style] ?? "abc";
-      const sign = element("span", `token ${style}${shape === "512" ? " bin" : ""}`, shape);
-      const count = counts[role] ?? 0;
-      const term = element("dt", "", sign, element("b", "", count.toLocaleString("en")), name);
-      return element("div", count ? "" : "absent", term, element("dd", "", meaning), { data: { role } });
-    }), ...(marks ? [unlikelyRow(marks)] : []));
-  }
-
-  function unlikelyRow(count) {
-    const sign = element("span", "token unlikely", "abc");
-    const term = element("dt", "", sign, element("b", "", count.toLocaleString("en")), "unlikely token");
-    return element("div", "", term, element("dd", "", "another one, which would begin a duplicate here, is made less likely"));
+  function legend([style, name, meaning]) {
+    const shape = { coord: "512", added: "512", end: "end" }[style] ?? "abc";
+    const sign = element("span", `token ${style}${shape === "512" ? " bin" : ""}`, shape);
+    return element("div", "", element("dt", "", sign, name), element("dd", "", meaning));
   }
 
   function loss(trained) {
@@ -91,43 +51,29 @@ const head = (() => {
 
   // The answers that were not chosen, behind a summary.
   function others({ count, others: texts }) {
-    const title = `The ${countOf(texts.length, "answer")} of ${count} that ${texts.length === 1 ? "was" : "were"} not chosen`;
-    const rows = texts.flatMap(([number, text]) => [
-      element("h4", "", `Answer ${number}`),
-      element("pre", "", element("bdi", "", text)),
-    ]);
-    return element("details", "", element("summary", "", title), ...rows, { id: "others" });
+    const title = `Not chosen: ${texts.length} of ${countOf(count, "answer")}`;
+    const rows = texts.map(([number, text]) => [`${number}`, element("pre", "", element("bdi", "", text))]);
+    return element("details", "", element("summary", "", title), list("", rows), { id: "others" });
   }
 
-  return { start, show };
+  return { show };
 })();
 
 // A served page asks from time to time whether the run has more to show. A page from disk sends no requests.
 (() => {
   const PAUSE = 3000; // milliseconds
   const MAX_FAILURES = 5; // in a row
-  if (!data.index.live) return;
+  if (data.index.stamp === null) return;
   const button = find("news");
   let failures = 0;
 
   async function ask() {
-    try {
-      const since = encodeURIComponent(data.index.stamp ?? "");
-      const answer = await fetch(`changed?since=${since}`, { cache: "no-store" });
-      if (!answer.ok) throw new Error(answer.statusText);
-      const { changed, step } = await answer.json();
-      failures = 0;
-      if (changed) return announce(`New answers, up to step ${step}: show`, false);
-    } catch {
-      failures += 1;
-      if (failures === MAX_FAILURES) return announce("The server has stopped: this page is not updated any more", true);
-    }
-    return setTimeout(ask, PAUSE);
-  }
-
-  function announce(words, isOver) {
-    button.textContent = words;
-    button.disabled = isOver;
+    const answer = await fetch("stamp", { cache: "no-store" }).catch(() => null);
+    const isNew = answer?.ok && (await answer.text()) !== data.index.stamp;
+    failures = answer?.ok ? 0 : failures + 1;
+    if (!isNew && failures < MAX_FAILURES) return setTimeout(ask, PAUSE);
+    button.textContent = isNew ? "New answers: show" : "The server has stopped: this page is not updated any more";
+    button.disabled = !isNew;
     button.hidden = false;
   }
 
@@ -138,91 +84,57 @@ const head = (() => {
 // Which sample is shown, and what is highlighted in it: what the reader points at, or else what was chosen last.
 const inspector = (() => {
   const { index } = data;
-  const FILTERS = {
-    all: ["all", () => true],
-    misses: ["with misses", (entry) => entry.missed > 0],
-    extra: ["with extra", (entry) => entry.extra > 0],
-    invalid: ["with invalid", (entry) => entry.invalid > 0],
-    truncated: ["truncated", (entry) => entry.truncated],
-  };
-  const ORDERS = {
-    steps: ["by step", null],
-    missed: ["most missed", (entry) => entry.missed],
-    loss: ["highest loss", (entry) => entry.loss ?? -Infinity],
-  };
+  const REGIONS = { t: "strip", o: "objects", m: "matrix", s: "steps" }; // by the key that goes to them
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
   let sample = null;
-  let byOwner = new Map();
   let pointed = null;
   let chosen = null;
 
+  // A filter is a field that samples must have, and an order one by which the largest is first.
   function arrange() {
-    const fits = FILTERS[find("filter").value][1];
-    const key = ORDERS[find("order").value][1];
-    list = index.samples.map((_, k) => k).filter((k) => fits(index.samples[k]));
-    if (key) list.sort((a, b) => key(index.samples[b]) - key(index.samples[a]) || a - b);
+    const [field, order] = [find("filter").value, find("order").value];
+    const { samples } = index;
+    list = samples.map((_, k) => k).filter((k) => !field || samples[k][field]);
+    const value = (k) => samples[k][order] ?? -Infinity;
+    if (order) list.sort((a, b) => value(b) - value(a) || a - b);
   }
 
   function go(k) {
     if (!list.includes(k)) {
-      find("filter").value = "all";
+      find("filter").value = "";
       arrange();
     }
     show(k);
   }
 
   function show(k) {
-    const region = ["strip", "objects", "matrix", "steps"].find((id) => find(id).contains(document.activeElement));
+    const region = Object.values(REGIONS).find((id) => find(id).contains(document.activeElement));
     shown = k;
     find("sample").hidden = k === undefined;
     find("nothing").hidden = k !== undefined;
-    where();
+    showPlace(list.indexOf(k), list.length);
     if (k === undefined) return;
     sample = data.sample(k);
-    byOwner = data.tokensByOwner(sample);
     pointed = null;
     chosen = null;
     head.show(index.samples[k], sample);
     imageView.large(index.samples[k], sample);
-    objects.show(sample);
-    matrix.show(sample);
-    strip.show(sample);
+    for (const part of [objects, matrix, strip]) part.show(sample);
     steps.show(k);
     detail.clear();
-    if (sample.tokens.ids.length) choose(tokenTarget(worst()));
+    const token = worst();
+    if (sample.tokens.ids.length) choose({ owners: [sample.tokens.owner[token]], token });
     history.replaceState(null, "", `#${encodeURIComponent(index.samples[k].id)}`);
-    if (region) ({ strip, objects, matrix, steps })[region].focus();
+    if (region) focusIn(find(region));
   }
 
-  function where() {
-    const at = list.indexOf(shown);
-    find("where").textContent = `${at + 1} of ${list.length}`;
-    find("back").disabled = at <= 0;
-    find("on").disabled = at >= list.length - 1;
-  }
-
-  const tokenTarget = (i) => ({ owners: [sample.tokens.owner[i]], token: i });
-
-  // The distance from the target in bins: of the written bin, or of the expected bin if the coordinate was added.
-  function error(i) {
-    const { ids, roles, target } = sample.tokens;
-    if (target[i] === null) return -1;
-    if (roles[i] === 2) return Math.abs(ids[i] - index.coord0 - target[i]);
-    const runs = sample.trained?.bins[i];
-    return runs ? Math.abs(distribution.expected(distribution.expand(runs).p) - target[i]) : 0;
-  }
-
-  // The coordinate with the largest error.
+  // The coordinate that was written furthest from its target.
   function worst() {
-    const { ids } = sample.tokens;
-    let worstIndex = Math.max(0, ids.findIndex((id) => data.isCoord(id)));
-    let most = error(worstIndex);
-    ids.forEach((_, i) => {
-      const now = error(i);
-      if (now > most) [worstIndex, most] = [i, now];
-    });
-    return worstIndex;
+    const { ids, roles, target } = sample.tokens;
+    const error = (i) => (roles[i] === WRITTEN_COORD ? Math.abs(ids[i] - index.coord0 - target[i]) : -1);
+    const first = Math.max(0, ids.findIndex(data.isCoord));
+    return ids.reduce((most, _, i) => (error(i) > error(most) ? i : most), first);
   }
 
   function point(target) {
@@ -231,31 +143,34 @@ const inspector = (() => {
   }
 
   // An object is shown by its first coordinate. If it has no token in the strip, the chosen token stays.
-  function tokenOf(target) {
-    const tokens = byOwner.get(target.owners[0]);
-    return target.token ?? tokens?.coords[0] ?? tokens?.tokens[0] ?? chosen?.token ?? null;
+  function tokenOf({ owners: [owner], token }) {
+    if (token !== null || owner === undefined) return token ?? chosen?.token ?? null;
+    const copies = [false, true].flatMap((isCut) => data.coordsOf(sample, owner, isCut));
+    const first = copies[0] ?? sample.tokens.owner.indexOf(owner);
+    return first < 0 ? (chosen?.token ?? null) : first;
   }
 
-  // A choice that was made in the matrix does not scroll the matrix.
   function choose(target) {
     pointed = null; // the choice counts, wherever the mouse rests
     chosen = { ...target, token: tokenOf(target) };
-    if (chosen.token !== null && target.token !== strip.active()) strip.reveal(chosen.token);
-    if (!target.from) matrix.follow(target.owners[0]);
-    if (!find("objects").contains(document.activeElement)) objects.reveal(target.owners[0]);
+    if (chosen.token !== null) strip.reveal(chosen.token);
+    for (const host of [find("objects"), find("matrix")]) {
+      const part = host.querySelector(`[data-owner="${target.owners[0]}"]`);
+      if (part) bringIntoView(host, part);
+    }
     light();
   }
 
   function light() {
     const now = pointed ?? chosen ?? { owners: [], token: null };
-    const owners = new Set(now.owners.filter((owner) => owner !== -1));
+    const owners = now.owners.filter((owner) => owner !== -1);
     for (const node of document.querySelectorAll(".lit")) node.classList.remove("lit");
     for (const owner of owners) {
       for (const node of document.querySelectorAll(`[data-owner="${owner}"]`)) node.classList.add("lit");
     }
-    find("stage").classList.toggle("dim", owners.size > 0);
+    find("stage").classList.toggle("dim", owners.length > 0);
     const token = tokenOf(now);
-    if (token !== null) detail.show(sample, token, byOwner);
+    if (token !== null) detail.show(sample, token);
   }
 
   const step = (by) => {
@@ -263,48 +178,30 @@ const inspector = (() => {
     if (next !== undefined) show(next);
   };
 
-  // The sample that the address names: #99.0.12 is a sample, #step=100 the first one at or after that step.
-  function fromAddress() {
-    let hash = location.hash.slice(1);
-    try {
-      hash = decodeURIComponent(hash);
-    } catch {
-      return -1;
-    }
-    if (!hash.startsWith("step=")) return index.samples.findIndex((entry) => entry.id === hash);
-    const from = Number(hash.slice(5));
-    const later = index.samples.map((entry, k) => [entry.step, k]).filter(([at]) => at >= from);
-    return later.length ? later.reduce((a, b) => (b[0] < a[0] ? b : a))[1] : -1;
-  }
-
+  // Goes to the sample that the address names: #99.0.12 is a sample, #step=100 the first one at or after that step.
   function follow() {
-    const k = fromAddress();
-    const address = location.hash.slice(1);
-    const there = k >= 0 && (!address.startsWith("step=") || index.samples[k].step === Number(address.slice(5)));
-    find("astray").hidden = there || !address;
-    find("astray").textContent = `${clip(address, 40)} is not on this page, which holds ${find("scope").textContent}`
-      + ` (see coordexp inspect --samples). This is ${k >= 0 ? "the next sample" : "another sample"}.`;
+    const address = new URLSearchParams(`id=${location.hash.slice(1)}`.replace(/^id=step=/, "step="));
+    const [id, from] = [address.get("id"), Number(address.get("step"))];
+    const later = index.samples.map((entry) => entry.step).filter((at) => at >= from).sort((a, b) => a - b)[0];
+    const k = index.samples.findIndex((entry) => (id === null ? entry.step === later : entry.id === id));
+    find("astray").hidden = id === "" || (k >= 0 && (id !== null || later === from));
+    find("astray").textContent = `${clip(id ?? `step=${from}`, 40)} is not on this page, which holds `
+      + `${find("scope").textContent} (see coordexp inspect --samples). This is ${k >= 0 ? "the next" : "another"} sample.`;
     if (k >= 0) go(k);
     else show(shown ?? list[0]);
   }
 
   function onKey(event) {
     if (event.target.closest("input, select, dialog") || event.altKey || event.ctrlKey || event.metaKey) return;
-    const action = {
-      j: () => step(1),
-      n: () => step(1),
-      k: () => step(-1),
-      p: () => step(-1),
-      t: strip.focus,
-      o: objects.focus,
-      m: matrix.focus,
-      s: steps.focus,
-      "?": openKeys,
-      Escape: clearHighlight,
-    }[event.key];
-    if (!action || (shown === undefined && event.key !== "?")) return;
+    const { key } = event;
+    if (key === "?") openKeys();
+    else if (shown === undefined) return;
+    else if (key === "j" || key === "n") step(1);
+    else if (key === "k" || key === "p") step(-1);
+    else if (key in REGIONS) focusIn(find(REGIONS[key]));
+    else if (key === "Escape") clearHighlight();
+    else return;
     event.preventDefault();
-    action();
   }
 
   function clearHighlight() {
@@ -313,36 +210,21 @@ const inspector = (() => {
   }
 
   function start() {
-    const count = (fits) => index.samples.filter(fits).length;
-    for (const [value, [name, fits]] of Object.entries(FILTERS)) {
-      find("filter").append(new Option(`${name} (${count(fits)})`, value));
+    for (const id of ["filter", "order"]) {
+      find(id).addEventListener("change", () => {
+        arrange();
+        show(list[0]);
+      });
     }
-    for (const [value, [name]] of Object.entries(ORDERS)) find("order").append(new Option(name, value));
-    listen();
-    head.start();
-    arrange();
-    follow();
-    performance.mark("ready");
-  }
-
-  function listen() {
-    const restart = () => {
-      arrange();
-      show(list[0]);
-    };
-    find("filter").addEventListener("change", restart);
-    find("order").addEventListener("change", restart);
     find("back").addEventListener("click", () => step(-1));
     find("on").addEventListener("click", () => step(1));
     find("help").addEventListener("click", openKeys);
     document.addEventListener("keydown", onKey);
     window.addEventListener("hashchange", follow);
-    const target = (event) => {
-      const node = event.target.closest("[data-owner]");
-      return node && { owners: [Number(node.dataset.owner)], token: null };
-    };
-    connect(find("stage"), { at: () => null, target });
-    find("stage").addEventListener("click", (event) => target(event) && choose(target(event)));
+    connect(find("stage"), "[tabindex]", "svg");
+    arrange();
+    follow();
+    performance.mark("ready");
   }
 
   return { start, go, point, choose };

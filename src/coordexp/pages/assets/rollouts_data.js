@@ -16,152 +16,130 @@ const list = (style, rows) => element("dl", style, ...rows.map(([name, ...conten
   element("div", "", element("dt", "", name), element("dd", "", ...content))
 )));
 
-// Moves the tab stop within a set of elements: one of them is in the tab order, and arrow keys move between them.
-function moveTabStop(from, to) {
-  if (from && from !== to) from.tabIndex = -1;
-  if (to) to.tabIndex = 0;
+// What a node stands for: the objects that it belongs to, and the token that it is.
+function targetOf(node) {
+  const { owner, i } = node.closest?.("[data-owner]")?.dataset ?? {};
+  return owner === undefined ? null : { owners: owner.split(" ").map(Number), token: i === undefined ? null : Number(i) };
 }
 
-// Connects the elements that `at` finds with the highlight: pointing at one shows it, focusing one chooses it, and a key
-// goes to the one that `step` returns.
-function connect(host, { at, target, choose, step, go = (node) => node.focus() }) {
-  host.addEventListener("pointerover", (event) => inspector.point(target(event)));
+// Connects a host with the highlight: pointing at a part of it shows what it stands for, and a click or the focus
+// chooses it. Arrow keys go from one item to the next. Items stand in rows, and one of them is in the tab order.
+function connect(host, itemStyle, rowStyle) {
+  host.addEventListener("pointerover", (event) => inspector.point(targetOf(event.target)));
   host.addEventListener("pointerleave", () => inspector.point(null));
-  host.addEventListener("focusin", (event) => at(event) && choose(at(event)));
+  host.addEventListener("click", ({ target }) => {
+    if (!target.closest(itemStyle) && targetOf(target)) inspector.choose(targetOf(target));
+  });
+  host.addEventListener("focusin", ({ target }) => {
+    if (!target.matches(itemStyle)) return;
+    select(host, target);
+    inspector.choose(targetOf(target));
+  });
   host.addEventListener("keydown", (event) => {
-    const next = at(event) && !event.altKey && !event.metaKey ? step(event) : null;
-    if (next === null || next === undefined) return;
+    const goal = event.altKey || event.metaKey ? null : nextItem(host, itemStyle, rowStyle, event);
+    if (!goal) return;
     event.preventDefault();
-    go(next);
+    goal.focus();
   });
 }
 
-// The data of the page: the index at once, samples when they are requested, and values derived from both.
-const ROLES = {
-  1: ["prefix", "kept", "as the model wrote it; not trained"],
-  2: ["coord", "matched coordinate", "trained towards the true position"],
-  3: ["structure", "added JSON", "trained: cross entropy"],
-  4: ["desc", "added description", "trained: cross entropy"],
-  5: ["added", "added coordinate", "trained towards the true position"],
-  6: ["end", "end of turn", "trained: cross entropy"],
-  7: ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
-  8: ["masked", "masked description", "added, but left out of the loss"],
-};
-// In an answer that a correction policy rebuilt, some roles mean something else.
-const REBUILT_ROLES = {
-  ...ROLES,
-  1: ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
-  3: ["structure", "trained JSON", "trained: cross entropy"],
-  4: ["desc", "trained description", "trained: cross entropy"],
-  7: ["cut", "removed", "the answer from its first change on; what stays of it is written again below"],
-  8: ["masked", "masked description", "left out of the loss"],
-};
-const KINDS = {
-  true: "true shape of a match",
-  matched: "matched",
-  missed: "missed",
-  extra: "extra",
-  duplicate: "duplicate, removed",
-  removed: "extra, removed",
-  agreed: "agreed, added",
-};
-const ALWAYS_LISTED = new Set(["true", "matched", "missed", "extra"]); // other kinds only if the sample has them
+// The item that a key goes to; undefined if it is not a key to move with.
+function nextItem(host, itemStyle, rowStyle, { key, ctrlKey, target }) {
+  const itemsOf = (part) => (part?.matches(itemStyle) ? [part] : [...(part?.querySelectorAll(itemStyle) ?? [])]);
+  const all = itemsOf(host);
+  const row = itemsOf(target.closest(rowStyle));
+  const beside = (by) => { // at the same place in the row above or below
+    const rows = [...new Set(all.map((item) => item.closest(rowStyle)))];
+    const items = itemsOf(rows[rows.indexOf(target.closest(rowStyle)) + by]);
+    return items[Math.min(row.indexOf(target), items.length - 1)];
+  };
+  return {
+    ArrowLeft: () => all[all.indexOf(target) - 1],
+    ArrowRight: () => all[all.indexOf(target) + 1],
+    ArrowUp: () => beside(-1),
+    ArrowDown: () => beside(1),
+    Home: () => (ctrlKey ? all : row)[0],
+    End: () => (ctrlKey ? all : row).at(-1),
+  }[key]?.();
+}
+
+// Makes an item the selected one of its host, which is the one in the tab order.
+function select(host, item) {
+  for (const [node, isSelected] of [[host.querySelector("[tabindex='0']"), false], [item, true]]) {
+    if (node) Object.assign(node, { tabIndex: isSelected ? 0 : -1, ariaSelected: String(isSelected) });
+  }
+}
+
+// Scrolls a list to one of its parts, unless the part is visible.
+function bringIntoView(host, part) {
+  const above = part.getBoundingClientRect().top - host.getBoundingClientRect().top;
+  if (above < 4 || above > host.clientHeight - 34) host.scrollTop += above - host.clientHeight / 3;
+}
+
+const focusIn = (host) => host.querySelector("[tabindex='0'], [aria-current], button")?.focus();
+
+// The style, the name and the meaning of each role of a token, by its number less one.
+const ROLES = [
+  ["prefix", "kept", "as the model wrote it; not trained"],
+  ["coord", "matched coordinate", "trained towards the true position"],
+  ["structure", "added JSON", "trained: cross entropy"],
+  ["desc", "added description", "trained: cross entropy"],
+  ["added", "added coordinate", "trained towards the true position"],
+  ["end", "end of turn", "trained: cross entropy"],
+  ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
+  ["masked", "masked description", "added, but left out of the loss"],
+];
+// In an answer that a correction policy rebuilt, some roles mean something else. The last one is not a role, but a mark.
+const REBUILT_ROLES = [
+  ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
+  ROLES[1],
+  ["structure", "trained JSON", "trained: cross entropy"],
+  ["desc", "trained description", "trained: cross entropy"],
+  ROLES[4],
+  ROLES[5],
+  ["cut", "removed", "the answer from its first change on; what stays of it is written again below"],
+  ["masked", "masked description", "left out of the loss"],
+  ["unlikely", "unlikely token", "another one, which would begin a duplicate here, is made less likely"],
+];
+const [WRITTEN_COORD, ADDED_COORD, END_OF_TURN, CUT] = [2, 5, 6, 7];
 const LEFT_OUT = new Set(["duplicate", "removed"]);
 
+// The data of the page: the index at once, samples and images when they are shown, and values derived from both.
 const data = (() => {
-  const CACHED = 24; // parsed samples; the row of other steps needs half of them
   const index = read("index");
   const parsed = new Map();
-
-  function sample(k) {
-    const value = parsed.get(k) ?? read(`sample-${k}`);
-    parsed.delete(k); // so that it becomes the newest of the cache
-    parsed.set(k, value);
-    if (parsed.size > CACHED) parsed.delete(parsed.keys().next().value);
-    return value;
-  }
-
-  const images = new Map();
-  function image(entry) {
-    if (entry.picture === null) return null;
-    if (!images.has(entry.picture)) images.set(entry.picture, read(entry.picture));
-    return images.get(entry.picture);
-  }
+  const readOnce = (id) => {
+    if (!parsed.has(id)) parsed.set(id, read(id));
+    return parsed.get(id);
+  };
+  const sample = (k) => readOnce(`sample-${k}`);
+  const image = (entry) => (entry.picture === null ? null : readOnce(entry.picture));
+  const roles = (sample) => (sample.rebuilt ? REBUILT_ROLES : ROLES);
+  const isCoord = (id) => id >= index.coord0 && id < index.coord0 + 1000;
+  const isTrained = (role) => role >= WRITTEN_COORD && role <= END_OF_TURN;
+  const text = (id) => (isCoord(id) ? String(id - index.coord0) : (index.pieces[id] ?? `#${id}`));
 
   function countFound(entry) {
     const renamed = entry.renamed ? `, ${entry.renamed} under another name` : "";
     return `${entry.matched} of ${entry.true} found${renamed}`;
   }
 
-  function state(object) {
-    if (object.reason !== null) return "invalid";
-    if (LEFT_OUT.has(object.change)) return object.change;
-    return object.of === null ? "extra" : "matched";
-  }
-
-  const roles = (sample) => (sample.rebuilt ? REBUILT_ROLES : ROLES);
-  const ownerOfTrue = (sample, j) => sample.truth[j].by ?? -2 - j;
-  const ownerOfAgreed = (sample, n) => -2 - sample.truth.length - n;
-  const isCoord = (id) => id >= index.coord0 && id < index.coord0 + 1000;
-  const isTrained = (role) => role >= 2 && role <= 6;
-
-  // The object that an owner stands for, with its key and its state.
-  function describeOwner(sample, owner) {
-    const added = -2 - owner;
-    const n = added - sample.truth.length;
-    if (n >= 0) return { ...sample.agreed[n], key: `agreed ${n + 1}`, iou: null, state: "agreed" };
-    if (added >= 0) return { ...sample.truth[added], key: `true ${added + 1}`, iou: null, state: "missed" };
-    return { ...sample.objects[owner], state: state(sample.objects[owner]) };
+  // The coordinates of an object. One of a rebuilt answer may stand in the strip twice: as it was written, which is cut,
+  // and as it is trained.
+  function coordsOf(sample, owner, isCut) {
+    const { ids, roles, owner: owners } = sample.tokens;
+    const fits = (id, i) => owners[i] === owner && isCoord(id) && (roles[i] === CUT) === isCut;
+    return ids.flatMap((id, i) => (fits(id, i) ? [i] : []));
   }
 
   // The shapes to draw, the largest first, so that each can be pointed at.
   function shapes(sample) {
-    const all = [];
-    sample.truth.forEach((object, j) => {
-      const kind = object.by === null ? "missed" : "true";
-      all.push({ ...object, form: object.kind, owner: ownerOfTrue(sample, j), kind });
-    });
-    sample.objects.forEach((object, owner) => {
-      if (object.reason !== null || !object.bins) return;
-      all.push({ ...object, form: object.kind, owner, kind: state(object) });
-    });
-    sample.agreed.forEach((object, n) => {
-      if (object.bins) all.push({ ...object, form: object.kind, owner: ownerOfAgreed(sample, n), kind: "agreed" });
-    });
-    for (const shape of all) shape.box = edges(shape.bins);
-    return all.sort((a, b) => area(b.box) - area(a.box));
+    const area = ([left, top, right, bottom]) => (right - left) * (bottom - top);
+    const drawn = sample.objects.filter((object) => object.bins && object.state !== "invalid");
+    return drawn.map((object) => ({ ...object, box: edges(object.bins) })).sort((a, b) => area(b.box) - area(a.box));
   }
 
-  const area = (ends) => (ends[2] - ends[0]) * (ends[3] - ends[1]);
-
-  // For each owner, the indices of its tokens and of its coordinates. An object of a rebuilt answer may stand in the
-  // strip twice: as it was written, which is cut, and as it is trained.
-  function tokensByOwner(sample) {
-    const byOwner = new Map();
-    sample.tokens.owner.forEach((owner, i) => {
-      if (!byOwner.has(owner)) byOwner.set(owner, { tokens: [], trained: [], cut: [] });
-      const of = byOwner.get(owner);
-      of.tokens.push(i);
-      if (isCoord(sample.tokens.ids[i])) (sample.tokens.roles[i] === 7 ? of.cut : of.trained).push(i);
-    });
-    byOwner.delete(-1);
-    for (const of of byOwner.values()) of.coords = of.trained.length ? of.trained : of.cut;
-    return byOwner;
-  }
-
-  // The coordinates of an object in the copy of it that a token belongs to.
-  function coordsAround(sample, i, byOwner) {
-    const of = byOwner.get(sample.tokens.owner[i]);
-    if (!of) return [];
-    return sample.tokens.roles[i] === 7 ? of.cut : of.coords;
-  }
-
-  const text = (id) => (isCoord(id) ? String(id - index.coord0) : (index.pieces[id] ?? `#${id}`));
-
-  return {
-    index, sample, image, countFound, state, roles, ownerOfTrue, ownerOfAgreed, isCoord, isTrained, describeOwner,
-    shapes, tokensByOwner, coordsAround, text,
-  };
+  return { index, sample, image, roles, isCoord, isTrained, text, countFound, coordsOf, shapes };
 })();
 
 // Distributions over the 1000 bins of a coordinate: that of the model, and the soft target it is trained towards.
@@ -172,54 +150,31 @@ const distribution = (() => {
   // Expands runs of [first bin, ten-thousandths...]. `known` is their sum: small probabilities were not stored.
   function expand(runs) {
     const p = new Float64Array(BINS);
-    let known = 0;
-    for (const [first, ...shares] of runs) {
-      shares.forEach((share, k) => {
-        p[first + k] = share / 10000;
-        known += share / 10000;
-      });
-    }
-    return { p, known };
+    for (const [first, ...shares] of runs) shares.forEach((share, k) => { p[first + k] = share / 10000; });
+    return { p, known: p.reduce((sum, share) => sum + share, 0) };
   }
 
   // The Gaussian that the loss uses. It sums to one over the bins within `truncate`.
   function softTarget(target, { sigma, truncate }) {
-    const q = new Float64Array(BINS);
     const least = Math.abs(nearest(target) - target);
-    let sum = 0;
-    for (let bin = 0; bin < BINS; bin += 1) {
+    const q = new Float64Array(BINS).map((_, bin) => {
       const offset = Math.abs(bin - target);
-      if (truncate !== null && offset > truncate) continue;
-      q[bin] = Math.exp((-0.5 * (offset ** 2 - least ** 2)) / sigma ** 2);
-      sum += q[bin];
-    }
-    return q.map((value) => value / sum);
+      return truncate !== null && offset > truncate ? 0 : Math.exp((-0.5 * (offset ** 2 - least ** 2)) / sigma ** 2);
+    });
+    const sum = q.reduce((total, weight) => total + weight, 0);
+    return q.map((weight) => weight / sum);
   }
 
-  function expected(p) {
-    const sum = p.reduce((total, share) => total + share, 0);
-    return sum ? p.reduce((total, share, bin) => total + share * bin, 0) / sum : null;
-  }
+  const expected = (p, known) => p.reduce((total, share, bin) => total + share * bin, 0) / known;
 
   // The Wasserstein-1 distance in bins, with p scaled to its known part.
   function distance(p, q, known) {
     let difference = 0;
-    let total = 0;
-    for (let bin = 0; bin < BINS; bin += 1) {
-      difference += p[bin] / known - q[bin];
-      total += Math.abs(difference);
-    }
-    return total;
+    return p.reduce((total, share, bin) => {
+      difference += share / known - q[bin];
+      return total + Math.abs(difference);
+    }, 0);
   }
 
-  // The bins between which 99 % of p lies.
-  function body(p, known) {
-    let low = 0;
-    let high = BINS - 1;
-    for (let sum = p[low]; sum < 0.005 * known; sum += p[low]) low += 1;
-    for (let sum = p[high]; sum < 0.005 * known; sum += p[high]) high -= 1;
-    return [low, high];
-  }
-
-  return { nearest, expand, softTarget, expected, distance, body };
+  return { nearest, expand, softTarget, expected, distance };
 })();

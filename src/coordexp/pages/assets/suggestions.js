@@ -54,9 +54,7 @@ function goTo(place) {
   find("decide").hidden = matching.length === 0;
   find("nothing").hidden = matching.length > 0;
   if (matching.length) show(matching[at]);
-  find("where").textContent = matching.length ? `${at + 1} of ${matching.length}` : "0 of 0";
-  find("back").disabled = at <= 0;
-  find("on").disabled = at >= matching.length - 1;
+  showPlace(at, matching.length);
   count();
 }
 
@@ -72,39 +70,36 @@ function count() {
 
 function show(item) {
   const image = index.images[item.image];
+  const decision = decisions[item.id];
   find("name").textContent = item.desc;
   find("score").textContent = item.score.toFixed(3);
   for (const id of ["agreement", "agreement-name"]) find(id).hidden = item.agreement === null;
   find("agreement").textContent = item.agreement === null ? "" : `${Math.round(100 * item.agreement)} % of the answers`;
   find("image").textContent = `${image.name}, ${image.width} x ${image.height}`;
   find("number").textContent = `${item.id} of ${index.total}`;
-  const decision = decisions[item.id];
   find("state").textContent = STATES[decision] ?? "undecided";
   find("state").className = decision ?? "";
-  find("remark").textContent = image.remark ?? "";
-  find("remark").hidden = !image.remark;
+  remark(image.remark ?? "");
   draw(item, image);
-  load(matching[at + 1]); // so that the next image is there at once
+  const next = matching[at + 1];
+  if (next) new Image().src = address(index.images[next.image]) ?? ""; // so that it is there at once
+}
+
+function remark(text) {
+  find("remark").textContent = text;
+  find("remark").hidden = !text;
 }
 
 // The address of an image: its file, or a data URL inside the page.
-function address(image) {
-  if (image.source) return image.source;
-  return image.element ? read(image.element) : null;
-}
-
-function load(item) {
-  const url = item && address(index.images[item.image]);
-  if (url) new Image().src = url;
-}
+const address = (image) => image.source ?? (image.element ? read(image.element) : null);
 
 function draw(item, image) {
   const stage = find("stage");
   stage.style.aspectRatio = `${image.width}/${image.height}`;
   stage.style.maxWidth = `calc(${getComputedStyle(stage).maxHeight} * ${image.width / image.height})`;
-  const whole = [0, 0, image.width, image.height];
-  const names = image.labels.map(([desc, ring]) => tag(desc, ring, image, "label"));
-  stage.replaceChildren(picture(item, image, whole), ...names, tag(item.desc, item.ring, image, "suggested"));
+  const names = image.labels.map(([desc, ring]) => nameTag("label", edges(ring), image, false, desc));
+  const name = nameTag("suggested", edges(item.ring), image, true, item.desc); // below: the two may overlap
+  stage.replaceChildren(picture(item, image, [0, 0, image.width, image.height]), ...names, name);
   find("close-up").replaceChildren(picture(item, image, surroundings(item.ring, image)));
 }
 
@@ -120,29 +115,16 @@ function picture(item, image, view) {
   const url = address(image);
   const size = { width: image.width, height: image.height, preserveAspectRatio: "none" };
   const pixels = url ? [svg("image", { href: url, ...size })] : [];
-  pixels[0]?.addEventListener("error", () => {
-    find("remark").textContent = `image not shown: the browser cannot read ${image.name}`;
-    find("remark").hidden = false;
-  });
+  pixels[0]?.addEventListener("error", () => remark(`image not shown: the browser cannot read ${image.name}`));
   const others = items.filter((other) => other.image === item.image && other !== item && decisions[other.id] !== "reject");
   const kind = (other) => (decisions[other.id] === "accept" ? "accepted" : "other");
+  const shape = (style, desc, ring) => outline(style, ring, svg("title", {}, desc));
   return svg(
     "svg", { viewBox: view.join(" ") }, ...pixels,
-    ...image.labels.map(([desc, ring]) => outline("label", ring, svg("title", {}, desc))),
-    ...others.map((other) => outline(kind(other), other.ring, svg("title", {}, other.desc))),
-    outline("suggested", item.ring, svg("title", {}, item.desc)),
+    ...image.labels.map(([desc, ring]) => shape("label", desc, ring)),
+    ...others.map((other) => shape(kind(other), other.desc, other.ring)),
+    shape("suggested", item.desc, item.ring),
   );
-}
-
-function tag(desc, ring, image, kind) {
-  const [left, top, right, bottom] = edges(ring);
-  const node = element("span", `tag ${kind}`, desc);
-  if (left > 0.55 * image.width) node.style.right = `${100 - (100 * right) / image.width}%`;
-  else node.style.left = `${Math.max(0, (100 * left) / image.width)}%`;
-  // Below the suggestion and above a label, so that the two are readable if they overlap.
-  if (kind === "suggested") node.style.top = `min(100% - 17px, ${(100 * bottom) / image.height}%)`;
-  else node.style.top = `max(0px, ${(100 * top) / image.height}% - 16px)`;
-  return node;
 }
 
 function decide(decision) {
@@ -152,8 +134,7 @@ function decide(decision) {
   set(item, decision);
   const isOpen = (other) => !(other.id in decisions);
   const open = matching.findIndex((other, place) => place > at && isOpen(other));
-  const first = matching.findIndex(isOpen);
-  goTo([open, first, at].find((place) => place >= 0));
+  goTo([open, matching.findIndex(isOpen), at].find((place) => place >= 0));
 }
 
 function set(item, decision) {
@@ -167,8 +148,7 @@ function undo() {
   if (!last) return;
   set(...last);
   if (!matching.includes(last[0])) {
-    for (const id of ["class", "filter"]) find(id).value = "";
-    find("least").value = 0;
+    for (const [id, value] of [["class", ""], ["filter", ""], ["least", 0]]) find(id).value = value;
     filter();
   }
   goTo(matching.indexOf(last[0]));
@@ -218,11 +198,6 @@ document.addEventListener("keydown", (event) => {
   if (isTyping || event.altKey || event.ctrlKey || event.metaKey || find("keys").open || !(event.key in KEYS)) return;
   event.preventDefault();
   KEYS[event.key]();
-});
-window.addEventListener("storage", (event) => {
-  if (event.key !== key) return; // another tab of the same page has decided
-  decisions = recall();
-  goTo(at);
 });
 for (const [id, action] of Object.entries({
   accept: KEYS.a, reject: KEYS.r, undo, save, back: KEYS.ArrowLeft, on: KEYS.ArrowRight, help: KEYS["?"],

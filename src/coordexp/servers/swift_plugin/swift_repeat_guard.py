@@ -1,16 +1,12 @@
 """Activate the repeat guard in a rollout server of ms-swift: `swift rollout --external_plugins THIS_FILE`.
 
 ms-swift imports this file by its path, in the server's process and again in every process that starts a vLLM
-engine. The import reads the guard's settings from the environment, adds the guard and its settings to the
-arguments of every engine that is created afterwards, and adds a route with which a learner can verify it. An
-exception here ends the server at its start: a server must not run without a guard that was requested.
+engine. The import reads the guard's settings from the environment, and adds the guard and its settings to the
+arguments of every engine that is created afterwards. An exception here ends the server at its start: a server must
+not run without a guard that was requested.
 """
 
-import atexit
 import logging
-import os
-import shutil
-import tempfile
 from dataclasses import fields
 from functools import cache, wraps
 from pathlib import Path
@@ -19,9 +15,9 @@ from typing import Any
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.errors import EngineError
-from coordexp.rollout.guard import ENGINE_GUARD, LOADED, guard_arguments, key_pattern_for
+from coordexp.rollout.guard import ENGINE_GUARD, guard_arguments, key_pattern_for
 from coordexp.rollout.start import check_guard_class
-from coordexp.servers.swift_servers import FILE, GUARD_ROUTE, TEXT, read_guard_settings
+from coordexp.servers.swift import FILE, TEXT, read_guard_settings
 
 LOGGER = logging.getLogger("coordexp")
 FIX = (
@@ -37,11 +33,7 @@ def activate() -> None:
         LOGGER.warning("the repeat guard is not activated: its settings say enabled: false")
         return
     check_guard_class()
-    if LOADED not in os.environ:  # this is the server's process; those of its engines inherit the variable
-        os.environ[LOADED] = tempfile.mkdtemp(prefix="coordexp-guard-")
-        atexit.register(shutil.rmtree, os.environ[LOADED], ignore_errors=True)
     guard_engines(guard)
-    add_route(guard)
     LOGGER.info("the repeat guard is added to every vLLM engine: %s", guard.model_dump_json())
 
 
@@ -71,25 +63,6 @@ def guard_engines(guard: RepeatTerminate) -> None:
         self.additional_config = {**(self.additional_config or {}), **settings_for(self.model)}
 
     EngineArgs.__post_init__ = complete_with_guard
-
-
-def add_route(guard: RepeatTerminate) -> None:
-    """Add a route to every FastAPI application that is made from now on. It returns the settings, and the number
-    of running worker processes that have loaded the guard."""
-    from fastapi import FastAPI
-
-    initialise, folder = FastAPI.__init__, Path(os.environ[LOADED])
-
-    def describe() -> dict[str, Any]:
-        running = [file.name for file in folder.iterdir() if Path("/proc", file.name).exists()]
-        return {"guard": guard.model_dump(mode="json"), "workers": len(running)}
-
-    @wraps(initialise)
-    def initialise_with_route(self: FastAPI, *arguments: Any, **named: Any) -> None:
-        initialise(self, *arguments, **named)
-        self.add_api_route(GUARD_ROUTE, describe, methods=["GET"])
-
-    FastAPI.__init__ = initialise_with_route  # type: ignore[method-assign]
 
 
 activate()
