@@ -67,6 +67,13 @@ class Quarantine:
                 self._sound[record >> 3] |= 1 << (record & 7)
             else:
                 self._add(record, problem)
+        if self._found > max(FEW, self.most * self._examined):
+            raise DataError(
+                f"{self._found} of {self._examined} images are broken, and custom.broken_images allows a share of "
+                f"{self.most:g}; {self._file} lists them",
+                "see what is wrong with them: `coordexp data doctor` checks all images, and `coordexp data clean` "
+                "leaves their records out",
+            )
 
     def _is_sound(self, record: int) -> bool:
         return bool(self._sound[record >> 3] >> (record & 7) & 1)
@@ -93,10 +100,3 @@ class Quarantine:
         self._found += 1
         if self._found == 1:
             say(f"warning: {place}: {problem.detail}; it is left out, and {self._file} lists all such records")
-        if self._found > max(FEW, self.most * self._examined):
-            raise DataError(
-                f"{self._found} of {self._examined} images are broken, and custom.broken_images allows a share of "
-                f"{self.most:g}; {self._file} lists them",
-                "see what is wrong with them: `coordexp data doctor` checks all images, and `coordexp data clean` "
-                "leaves their records out",
-            )
