@@ -283,6 +283,7 @@ RUN_FOLDER = {
     "runs/NAME/NAME": "the same, with hyperparameters",
     "wandb-run-id": "id of the run in Weights & Biases, with `report_to: wandb`",
     "servers.jsonl": "every sync and every call, with rollout servers; `servers_N.jsonl` of other ranks",
+    "quarantine.jsonl": "records that are left out because of their images, with `custom.broken_images`",
     "evaluations/step-N.json": "predictions of an evaluation: COCO results",
     "evaluations/step-N.answers.jsonl": "its answers, as `predict` writes them",
     "evaluations/step-N-NAME.jsonl": "answers to held-out questions",

@@ -141,7 +141,8 @@ def test_a_run_waits_for_a_store_that_is_away_for_20_seconds(parts, store, on_fi
 def test_a_step_does_not_wait_for_images_that_take_200_milliseconds_each(parts, store):
     """A step takes up to 32 images, which would be 6.4 seconds one after the other, and no image comes twice."""
     write_scenes(parts / "data/many", SceneSettings(objects=(1, 3)), train=200, val=1, seed=2)
-    rewrite(parts / "data/many/train.jsonl", "../train-many.jsonl", lambda image: f"{store.url}/many/{image}")
+    records = rewrite(parts / "data/many/train.jsonl", "many.jsonl", lambda image: f"{store.url}/many/{image}")
+    records.rename(parts / "data/train-many.jsonl")
     shutil.copy(parts / "data/val.jsonl", parts / "data/val-many.jsonl")
     store.delay = 0.2
     sizes = {"per_device_train_batch_size": 16, "eval_strategy": "no", "max_steps": 6, "save_steps": 6}

@@ -178,6 +178,11 @@ class Custom(SettingsSection):
     on_checkpoint: str | None = Field(None, examples=["upload"])
     """Name of a function that an installed package adds (docs/extending.md). It is called with the folder of every
     complete checkpoint, in the background, e.g. to upload it. null: none."""
+    broken_images: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, examples=[0.01])
+    """Share of the training images that may be broken: missing, not decodable, or of another size than their
+    records say. Other records take the places of theirs, and `quarantine.jsonl` in the run folder lists them. With
+    more of them (and more than ten), the run ends. All images are then decoded twice. 0: the first broken image
+    ends the run."""
     curriculum: Annotated[tuple[CurriculumStage, ...], from_list] = Field(
         (), examples=[[{"objects": 1, "samples": 8000}]]
     )

@@ -42,6 +42,7 @@ from coordexp.rollout.backend import (
 )
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.train.metrics import StepMetrics, count_rollout
+from coordexp.train.quarantine import Quarantine
 
 SEARCHED = 1000  # records of a data set among which images are looked for
 
@@ -189,18 +190,21 @@ class TrainingSet:
         file, number = self.records.locate(index)
         return f"{file}, record {number + 1} ({image})"
 
-    def find_images(self, most: int) -> list[ImageRef]:
-        """Return images of up to `most` records with objects. The first records of every data set are looked
-        at."""
+    def find_images(self, most: int, quarantine: Quarantine | None = None) -> list[ImageRef]:
+        """Return images of up to `most` records with objects, without broken ones. The first records of every data
+        set are looked at."""
         parts = self.records.parts if isinstance(self.records, RecordSet) else (self.records,)
         images: list[ImageRef] = []
+        begin = 0
         for part in parts:
             for index in range(min(SEARCHED, len(part))):
                 if len(images) == most:
                     return images
                 file, number = part.locate(index)
-                if isinstance(record := file.read(number), Record):
+                is_broken = quarantine is not None and quarantine.is_broken(begin + index)
+                if isinstance(record := file.read(number), Record) and not is_broken:
                     images.append(ImageRef.of(file, record))
+            begin += len(part)
         return images
 
 

@@ -42,6 +42,7 @@ from coordexp.train.evaluation import AnswerEvaluation, Asking, ChatEvaluation
 from coordexp.train.folder import ServerLog, describe_rollouts, record_rollouts, write_run_folder
 from coordexp.train.learner import Learner
 from coordexp.train.metrics import StepMetrics, TraceWriter
+from coordexp.train.quarantine import Quarantine
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.sinks import MetricsFile, PrometheusFile, Sink, Sinks, TensorBoard, Wandb
 from coordexp.train.step import OptimizerStep, RowLoader
@@ -218,7 +219,13 @@ class Assembly:
             metrics=self.metrics,
             identity=describe_identity(self.settings, self.data.train),
             measure_truth=self.training_set.measure_truth,
+            quarantine=self.quarantine,
         )
+
+    @cached_property
+    def quarantine(self) -> Quarantine | None:
+        most = self.settings.custom.broken_images
+        return Quarantine(self.data.train, self.folder, most) if most else None
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -279,7 +286,7 @@ class Assembly:
             has_image_limits=bool(settings.model.image_limits),
         )
         adapter = learner.adapter_weights if learner.has_plain_adapter else None
-        probes = self.training_set.find_images(PROBED_IMAGES)
+        probes = self.training_set.find_images(PROBED_IMAGES, self.quarantine)
         if rollout.vllm.mode == "server":
             from coordexp.servers.backend import ServerBackend  # httpx is needed only here
 

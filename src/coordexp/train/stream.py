@@ -27,6 +27,7 @@ from coordexp.objective.carry import CarryBuffer, Example, ExampleId, PackingErr
 from coordexp.train.encode import StepPlan
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.mixture import Mixture
+from coordexp.train.quarantine import Quarantine
 
 FORMAT = 2  # of the carry buffer in a checkpoint
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
@@ -45,6 +46,10 @@ class StageRecords:
 
 def _no_length(record: int) -> int:
     return 0
+
+
+def _never(record: int) -> bool:
+    return False
 
 
 class SampleOrder:
@@ -78,16 +83,17 @@ class SampleOrder:
         self._groups += [range(begin, end) for begin, end in itertools.pairwise(bounds)]
         self._permutations: dict[int, tuple[int, np.ndarray]] = {}  # the latest epoch of a group, and its records
 
-    def index(self, taken: int) -> int:
-        """Return the record that this rank takes after `taken` others."""
+    def index(self, taken: int, is_broken: Callable[[int], bool] = _never) -> int:
+        """Return the record that this rank takes after `taken` others. In place of a broken one, it takes the next
+        one of the same epoch and of the same stage or set."""
         position = self.position(taken)
         if self._mixture is not None:
-            return self._record_at(*self._mixture.locate(position))
+            return self._record_at(*self._mixture.locate(position), is_broken)
         for number, stage in enumerate(self._stages):
             if position < stage.samples:
-                return self._record_at(number, position)
+                return self._record_at(number, position, is_broken)
             position -= stage.samples
-        return self._record_at(len(self._stages), position)
+        return self._record_at(len(self._stages), position, is_broken)
 
     def position(self, taken: int) -> int:
         """Return the place, in the order of all samples, of the one that this rank takes after `taken` others."""
@@ -123,17 +129,22 @@ class SampleOrder:
         first = (taken * GOLDEN_RATIO % 2**64) * self.ranks >> 64 if self._mixture is not None else 0
         return taken * self.ranks + (self.rank + first) % self.ranks
 
-    def _record_at(self, group: int, position: int) -> int:
-        """Return the record at a position in the order of one stage or set."""
+    def _record_at(self, group: int, position: int, is_broken: Callable[[int], bool]) -> int:
+        """Return the record at a position in the order of one stage or set, or the next one that is not broken."""
         records = self._groups[group]
         epoch, offset = divmod(position, len(records))
+        order = self._order_of(group, epoch)
+        following = (int(order[place % len(records)]) for place in itertools.count(offset))
+        return next(record for record in following if not is_broken(record))
+
+    def _order_of(self, group: int, epoch: int) -> Sequence[int] | NDArray[np.integer[Any]]:
         if not self.shuffled:
-            return int(records[offset])
+            return self._groups[group]
         if group not in self._permutations or self._permutations[group][0] != epoch:
             if self._mixture is None:
                 self._permutations.clear()  # an earlier stage does not come back
             self._permutations[group] = epoch, self._permute(group, epoch)
-        return int(self._permutations[group][1][offset])
+        return self._permutations[group][1]
 
     def _permute(self, group: int, epoch: int) -> np.ndarray:
         """Return the records of a stage or set in the order of an epoch, with 4 bytes for each."""
@@ -153,7 +164,8 @@ class RowStream:
     `batch`, which the trainer may cut into rows. With it, every micro-step draws one row, and takes a new
     micro-batch unless enough examples wait: the tokens of two rows. Examples that are planned, but not packed yet,
     count with the mean length of the latest ones, and before there are any, with that of ground truth
-    (`measure_truth`). A micro-batch that the buffer cannot hold stops the run. `identity` has what must be the
+    (`measure_truth`). A micro-batch that the buffer cannot hold stops the run. With a `quarantine`, other records
+    take the places of those with broken images. `identity` has what must be the
     same after a resume, besides order and sizes."""
 
     def __init__(
@@ -167,8 +179,10 @@ class RowStream:
         metrics: StepMetrics | None = None,
         identity: dict[str, Any] | None = None,
         measure_truth: Callable[[int], int] = _no_length,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.order = order
+        self._quarantine = quarantine
         self.taken = self.rows = 0
         self.buffer = buffer
         self.metrics = metrics or StepMetrics()
@@ -212,6 +226,9 @@ class RowStream:
         enough = self.buffer is not None and self._has_enough(self.buffer)
         count = 0 if enough else self._batch
         indices = tuple(self.order.index(self.taken + k) for k in range(count))
+        if self._quarantine is not None:
+            self._quarantine.examine(indices)
+            indices = tuple(self.order.index(self.taken + k, self._quarantine.is_broken) for k in range(count))
         self.rows += 1
         self.taken += count
         self._planned.append(count)

@@ -235,7 +235,7 @@ def check_lines(lines: Iterable[bytes], folder: Path, look: ReadImage | None) ->
         if isinstance(record, ValueError):
             yield CheckedLine(number, line, None, (Problem("broken-line", str(record)),))
         else:
-            image, of_image = _look_at_image(folder, record, look)
+            image, of_image = look_at_image(folder, record, look)
             yield CheckedLine(number, line, record, check_record(record), of_image, image)
 
 
@@ -262,7 +262,7 @@ def _parse_ahead(
     yield from waiting
 
 
-def _look_at_image(
+def look_at_image(
     folder: Path, record: AnyRecord, look: ReadImage | None
 ) -> tuple[ImageFacts | None, tuple[Problem, ...]]:
     """Return the facts of the image of a record, and what is wrong with it. Without `look`, or without an image,
