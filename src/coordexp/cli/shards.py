@@ -124,13 +124,13 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     """Make all shards of a job with several processes, and join them. The folder of the shards stands beside the
     predictions, and is removed when they are complete."""
     from coordexp.data import RecordFile
-    from coordexp.data.shards import check_same_request, manifest_path, survey
+    from coordexp.data.shards import check_same_request, has_shards, manifest_path, survey
     from coordexp.detect.predicting import refuse_leftovers
     from coordexp.detect.shards import ShardPredictor, check_image_ids
     from coordexp.detect.workers import run_workers
 
     places = _find_places(workers)
-    begun = survey(job.folder) if job.folder.is_dir() else None
+    begun = survey(job.folder) if has_shards(job.folder) else None
     if resume and begun is None and to.is_file():
         out.print(f"{to} is complete: nothing to do", markup=False)
         return

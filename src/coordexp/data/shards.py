@@ -143,6 +143,17 @@ def claim(folder: Path, shard: Shard) -> Iterator[None]:
         yield
 
 
+def has_shards(folder: Path) -> bool:
+    """Return True if a shard of this folder was begun."""
+    return bool(_find_files(folder))
+
+
+def _find_files(folder: Path) -> list[re.Match[str]]:
+    """Return the names of manifests and of unfinished results, in order."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [match for name in names if (match := _FILE.fullmatch(name))]
+
+
 @dataclass(frozen=True)
 class Survey:
     """How far the shards of a folder are. `begun` are those that are being made or were interrupted."""
@@ -158,8 +169,7 @@ class Survey:
 
 def survey(folder: Path) -> Survey:
     """Read all manifests of a folder. Raise DataError if it has no shards, or those of several jobs."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    matches = [match for name in names if (match := _FILE.fullmatch(name))]
+    matches = _find_files(folder)
     counts = sorted({int(match[2]) for match in matches})
     if not counts:
         raise DataError(f"{folder} has no shards", "give the folder that was given to --shard as --out")
