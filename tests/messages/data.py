@@ -364,8 +364,8 @@ def cleaning(folder):
     good = EMPTY | {"objects": [{"desc": "cat", "bbox_2d": box} for box in boxes]}
     lost = {"objects": [{"desc": "cat", "bbox_2d": [5, 5, 5, 5]}]}
     other = {"width": 48, "height": 64}
-    wrong = {name: value for name, value in EMPTY.items() if name != "objects"}
-    lines = [good, wrong, EMPTY | {"image": "none.png"}, EMPTY | {"image": "torn.png"}, EMPTY | other, EMPTY | lost]
+    bare = {name: value for name, value in EMPTY.items() if name != "objects"}
+    lines = [good, bare, EMPTY | {"image": "none.png"}, EMPTY | {"image": "torn.png"}, EMPTY | other, EMPTY | lost]
     write_lines(folder, *lines, EMPTY | lost | {"classes": ["cat"]})
     words = ["data", "clean", str(folder / "train.jsonl"), "--out", str(folder / "clean.jsonl")]
     return CliRunner().invoke(app, words).output
