@@ -73,7 +73,6 @@ IMPORTED_FOR_ENGINES = (
 )  # fmt: skip
 ROOM = 50_000  # bytes for the arguments of a fork, and for its environment, in the place of the zygote's
 _lock = threading.Lock()
-_zygotes: list[subprocess.Popen[bytes]] = []
 _start_really = _posixsubprocess.fork_exec
 cold = COLD  # also while a test runs that is marked as one that starts Python anew
 imported: Sequence[str] = IMPORTED  # by the zygote, when it starts
@@ -189,7 +188,10 @@ def _zygote(importing: bool) -> bytes:
     words = [sys.executable, "-m", "tests.zygote", *map(str, files), *modules, " " * ROOM]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), *sys.path]))}
     env |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "ROOM": " " * ROOM}
-    _zygotes.append(subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, pass_fds=files))
+    for number in files:
+        os.set_inheritable(number, True)
+    no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    os.posix_spawn(sys.executable, words, env, file_actions=[no_input])  # it ends with its owner, not before
     os.close(owner)
     address = listener.getsockname()
     listener.close()

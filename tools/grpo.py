@@ -44,7 +44,7 @@ from coordexp.evaluate.answer import build_answer
 from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.matching import MatchCounts, match_image
 from coordexp.files import is_free, write_json, write_whole
-from coordexp.logs import say
+from coordexp.logs import say, show_messages
 from coordexp.rollout.backend import Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, open_image
@@ -279,4 +279,5 @@ def write_run_files(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    show_messages()
     main()

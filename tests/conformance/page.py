@@ -50,7 +50,7 @@ What the proofs ran on, and for how many parts (a part can have several proofs):
 {kinds}
 
 "A fake" is a stand-in for a server, an engine or a model that a test uses to inject faults or to watch what is
-sent.
+sent. The table names the test that is closest to reality; `grep -rn R05.C1 tests` finds all tests of a part.
 
 {gpu}
 
@@ -154,7 +154,9 @@ def _requirement_row(identity: str) -> str:
 def _part_row(identity: str) -> str:
     kinds = ", ".join(KINDS[kind] for kind in KINDS if kind in _kinds(identity))
     absent = "not done, by choice" if identity in deviations() else "not proven"
-    tests = "<br>".join(f"`{claim.test}`" for claim in claims().get(identity, [])) or absent
+    proofs = sorted(claims().get(identity, []), key=lambda claim: list(KINDS).index(claim.kind))
+    others = f" and {len(proofs) - 1} more" if len(proofs) > 1 else ""
+    tests = f"`{proofs[0].test.removeprefix('tests/')}`{others}" if proofs else absent
     note = " [deviation](#deviations)" if identity in deviations() else ""
     return f"| {identity} | {titles()[identity]}{note} | {kinds} | {tests} |"
 

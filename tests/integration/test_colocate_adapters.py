@@ -148,7 +148,7 @@ def test_an_adapter_with_an_infinite_value_is_not_used(colocation):
     broken = iter([(name, torch.full_like(weight, float("inf")))])
     problem = f"{name} has NaN or Inf values, and was not loaded\n.*lower training"
     with pytest.raises(UserError, match=problem):
-        colocation.backend._updates.load_adapter((config, broken), 1)
+        colocation.backend._updates.load_adapter(lambda: (config, broken), 1)
     with colocation.backend.session():
         colocation.sync()
         answers = ids(colocation.backend.generate(colocation.requests(TOKENS)))

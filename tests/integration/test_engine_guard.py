@@ -140,13 +140,3 @@ def test_the_engine_ends_the_answers_that_transformers_ends_at_the_same_token_fo
         for (ids, reason), (whole, _) in zip(rows, free, strict=True):
             assert ids == whole[: len(ids)]
             assert (len(ids) < LIMIT) == (reason == "repeat")
-
-
-def test_a_malformed_guard_is_refused_with_its_request_and_the_engine_keeps_working(both, images):
-    from vllm.exceptions import VLLMValidationError
-
-    broken = both.arguments(guard())
-    broken[ARGUMENT]["ngram_size"] = 0
-    with pytest.raises(VLLMValidationError, match=r"extra_args\['coordexp_guard'\]: ngram_size: .* \(0\)"):
-        both.engine.generate([{"prompt": "x"}], both.greedy(broken), use_tqdm=False)
-    assert both.with_vllm(images[:1], [OFF]) == both.with_transformers(images[:1], OFF)

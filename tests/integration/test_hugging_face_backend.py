@@ -162,14 +162,6 @@ def test_no_more_sequences_than_allowed_are_decoded_at_once_and_answers_are_the_
     assert len({rollout.ids for rollout in rollouts}) > 8
 
 
-@pytest.mark.parametrize(("size", "rows"), [(3, 1), (5, 1), (6, 2), (8, 2), (50, 12)])
-def test_each_beam_counts_as_a_sequence(parts, images, monkeypatch, size, rows):
-    with watching(parts.model, monkeypatch) as calls:
-        parts.backend(size).generate(requests(images, Decode(3, "beam", num_beams=3)))
-    assert max(len(call["input_ids"]) * call["num_beams"] for call in calls) <= size
-    assert max(len(call["input_ids"]) for call in calls) == rows
-
-
 @pytest.mark.scenario("R06.S2", on="model")
 def test_generation_takes_one_padded_row_per_image_and_no_packed_row(parts, images, monkeypatch):
     with watching(parts.model, monkeypatch) as calls:
@@ -287,10 +279,3 @@ def test_the_generation_config_of_the_checkpoint_does_not_change_the_answers(par
     rollouts = parts.backend().generate(asked)
     assert [rollout.ids for rollout in rollouts] == [rollout.ids for rollout in expected]
     assert base.generation_config is own
-
-
-def test_two_ways_of_decoding_in_one_call_are_refused(parts, images):
-    asked = [Request(images[0], Decode.greedy(4)), Request(images[1], Decode.greedy(5))]
-    for size in (1, 2):  # also if they are not decoded at once
-        with pytest.raises(ValueError, match="2 ways of decoding in one call"):
-            parts.backend(size).generate(asked)

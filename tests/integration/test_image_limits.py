@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config import RolloutMatching
 from coordexp.demo.model import Size, make_model
-from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.backend import ImageRef
-from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
+from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup, engine_arguments
 from tests.engines import drawing
 from tests.integration.colocation import Colocation, ids
-from tests.integration.stage2_runs import MODEL, config, finish, training
+from tests.integration.stage2_runs import MODEL
 
 pytestmark = pytest.mark.timeout(480)
 LIMIT = 64 * 64
@@ -68,19 +66,3 @@ def test_the_memory_that_an_engine_reserves_for_an_image_follows_the_limit(tmp_p
     """vLLM sizes the profile of its vision encoder and the encoder cache by the largest image."""
     assert processor_of_vllm(MODEL, {}).info.get_max_image_tokens() == 4096
     assert processor_of_vllm(MODEL, LIMITS).info.get_max_image_tokens() == 16
-
-
-def test_a_saved_checkpoint_has_the_limit_and_vllm_reads_it_there(tmp_path):
-    """The run trains on images of four times the limit, which are too long for it without the limit."""
-    folder, data = tmp_path, tmp_path / "data"
-    write_scenes(data, SceneSettings(objects=(1, 2), side=256), train=8, val=2, seed=1)
-    changes = {"training__max_steps": 1, "training__save_steps": 1, "global_max_length": 128}
-    finish(training(config(folder, "run", model__max_pixels=LIMIT, **changes)))
-    saved = folder / "run/checkpoint-1"
-    assert read_image_size(load_processor(saved))["longest_edge"] == LIMIT
-    prompts = PromptBuilder(load_processor(saved), "Detect all objects.")
-    processor = processor_of_vllm(saved, {})
-    assert processor.info.get_max_image_tokens() == 16
-    items = processor.info.parse_mm_data({"image": [Image.open(next(data.rglob("*.png"))).convert("RGB")]})
-    rendered = processor(prompts.text(), mm_items=items, hf_processor_mm_kwargs={})
-    assert list(rendered["prompt_token_ids"]) == prompts.ids(256, 256)

@@ -78,15 +78,15 @@ class FakeModel(nn.Module):
 def receiver(model):
     record_metadata_for_reloading(model)
     runner = SimpleNamespace(get_model=lambda: model, model_config=SimpleNamespace(dtype=torch.float32))
-    engine = Receiver.__new__(Receiver)
-    Reload.__init__(engine, runner)
-    return engine
+    parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+    return Receiver(runner, SimpleNamespace(parallel_config=parallel), torch.device("cpu"))
 
 
 def give(engine, buffer, **weights):
     """Load a bucket as a server's worker does, from a buffer that it uses again."""
     metadatas, part = flatten(weights.items(), buffer)
-    engine.load_bucket(metadatas, part)
+    engine._receive = lambda size: part
+    engine.load(metadatas, 0)
 
 
 def test_weights_that_wait_for_others_survive_the_next_bucket():

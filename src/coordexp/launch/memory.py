@@ -147,6 +147,8 @@ class Learner:
         held, layer = self._activations()
         copies = {COPIES: self._weight_copies()}
         kept = {ACTIVATIONS: held} | ({} if self.checkpointing else copies)
+        if self.checkpointing:  # the weights of the layer that is computed again are copied again
+            layer += copies[COPIES] / self.shape.text.layers
         moments = [kept | copies, kept | {LOGITS: self.loss_bytes()}, kept | {BACKWARD: layer}]
         if self.optimizer == "adamw_torch":  # on CUDA it computes on lists of tensors, with one copy
             moments.append({"temporary copy of the optimizer": self.trained * FLOAT32 / self.shards})

@@ -225,11 +225,23 @@ def _sum_up(logits: Tensor, coords: slice, temperature: float) -> Sums:
             broken[rows] = _outside(part).count_nonzero(-1)
             part = _clamp(part, is_clean=False)
         part = part if temperature == 1.0 else part / temperature
-        torch.logaddexp(
-            part[:, : coords.start].logsumexp(-1), part[:, coords.stop :].logsumexp(-1), out=log_text[rows]
-        )
-        torch.amax(part, -1, out=largest[rows])
+        before, top_before = _log_sum(part[:, : coords.start])
+        behind, top_behind = _log_sum(part[:, coords.stop :])
+        torch.logaddexp(before, behind, out=log_text[rows])
+        torch.maximum(top_before, top_behind, out=largest[rows])
+        if coords.start < coords.stop:
+            largest[rows] = torch.maximum(largest[rows], part[:, coords].amax(-1))
     return Sums(log_text, largest, broken, is_clean)
+
+
+def _log_sum(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `logsumexp(-1)` returns, bit for bit, and the largest logit of each position, which it needs
+    anyway. The logits are clean. Without a logit, both are minus infinity."""
+    if not logits.shape[1]:
+        nothing = logits.new_full((len(logits),), -torch.inf)
+        return nothing, nothing
+    top = logits.amax(-1, keepdim=True)
+    return (logits - top).exp_().sum(-1).log_().add_(top[:, 0]), top[:, 0]
 
 
 class _Split(torch.autograd.Function):

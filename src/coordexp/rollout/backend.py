@@ -9,7 +9,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -205,6 +205,7 @@ class RolloutBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Return a context for syncs and generation without training in between. A backend that needs the
         learner's memory holds it until the end of the session."""
+        return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         """Send the weights to the backend. Later rollouts come from them and carry `version`, which no other
@@ -212,9 +213,11 @@ class RolloutBackend(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return the facts about the backend that the run's manifest records."""
+        return {}
 
     def close(self) -> None:
         """End all processes and connections of the backend."""
+        return
 
 
 class StartedRollouts(Protocol):
@@ -329,7 +332,9 @@ def compare_answers(
     if not differences:
         return None
     summary = f"{len(differences)} of {len(own)} answers with version {theirs[0].version} differ: {differences[0]}"
-    if len(differences) >= count_needed(len(own), dtype):
+    # So many answers must differ to prove that the weights do.
+    needed = 1 if dtype == "float32" else min(SURE_FROM, len(own) // 2 + 1)
+    if len(differences) >= needed:
         raise EngineError(f"{engine} does not have the learner's weights: {summary}", fix)
     return f"warning: {engine}: {summary}; this may be rounding"
 
@@ -338,11 +343,6 @@ def find_differences(own: Sequence[Rollout], theirs: Sequence[Rollout], dtype: s
     """Return a description for each pair of answers that two models must have made."""
     pairs = zip(own, theirs, strict=True)
     return [text for mine, other in pairs if (text := difference(mine, other, dtype))]
-
-
-def count_needed(answers: int, dtype: str) -> int:
-    """Return how many of the answers must differ to prove that the weights do."""
-    return 1 if dtype == "float32" else min(SURE_FROM, answers // 2 + 1)
 
 
 def difference(learner: Rollout, engine: Rollout, dtype: str) -> str | None:

@@ -50,7 +50,7 @@ class Offloaded(Protocol):
         """Return unused memory to the system, such as what reading the learner's weights has taken."""
 
 
-class ColocateBackend:
+class ColocateBackend(RolloutBackend):
     """Generates with an engine in this process.
 
     `reference` answers with the learner's own model. It and the engine answer the images `probes`, to verify that

@@ -103,10 +103,7 @@ def generate_rollouts(
     for request, ids in zip(requests, prompt_ids, strict=True):
         check_length(request, len(ids), engine.llm_engine.model_config.max_model_len)
     inputs = [
-        {
-            "prompt": prompts.text(request.question),
-            "multi_modal_data": {"image": load_image(request.image)},
-        }
+        {"prompt": prompts.text(request.question), "multi_modal_data": {"image": load_image(request.image)}}
         for request in requests
     ]
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
@@ -145,19 +142,14 @@ def _sampling_params(
 
 
 def _to_rollout(output: Any, decode: Decode, pattern: Sequence[int], table: VocabularyTable) -> Rollout:
+    """Return an answer as a rollout. Its version is 0 if the weights that the engine was started with made it."""
     answer = output.outputs[0]
     if answer.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended an answer for a reason of its own: {answer.finish_reason}")
-    logprobs = [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
-    ids, reason = cut_at_end(answer.token_ids, table.end_of_turn, decode.guard, pattern)
-    version = _weight_version(answer.weight_versions)
-    return Rollout.of(table, output.prompt_token_ids, ids, logprobs, reason, version)
-
-
-def _weight_version(spans: Sequence[Any] | None) -> int:
-    """Return the version of the weights that made an answer, or 0 for the weights that the engine was started
-    with."""
-    versions = {span.version for span in spans or ()}
+    versions = {span.version for span in answer.weight_versions or ()}
     if len(versions) > 1:
         raise EngineError(f"weights of several versions made one answer: {', '.join(sorted(versions))}")
-    return int(versions.pop()) if versions - {"default"} else 0
+    version = int(versions.pop()) if versions - {"default"} else 0
+    logprobs = [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
+    ids, reason = cut_at_end(answer.token_ids, table.end_of_turn, decode.guard, pattern)
+    return Rollout.of(table, output.prompt_token_ids, ids, logprobs, reason, version)

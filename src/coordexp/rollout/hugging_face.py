@@ -13,7 +13,7 @@ empty.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from coordexp.config.rollout import RepeatTerminate
 from coordexp.data.stores import read_ahead
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, is_sharded, together
-from coordexp.rollout.backend import Decode, Request, Rollout, TextRequest, Weights, common_decode
+from coordexp.rollout.backend import Decode, Request, Rollout, RolloutBackend, TextRequest, Weights, common_decode
 from coordexp.rollout.guard import cut_at_end, find_loops, key_pattern_for
 from coordexp.rollout.prompt import PromptBuilder, load_image, make_blank_image
 from coordexp.tasks import ignore
@@ -168,7 +168,7 @@ class Sampler(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
 
 
-class HuggingFaceBackend:
+class HuggingFaceBackend(RolloutBackend):
     """Generates with the model that `model` returns. It is the model that is trained, so `sync` sends nothing.
 
     At most `decode_batch_size` sequences are decoded at once; each beam counts as one."""
@@ -201,24 +201,20 @@ class HuggingFaceBackend:
     def requests_per_call(self) -> int:
         return self.decode_batch_size
 
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def sync(self, weights: Weights, version: int) -> None:
         self.version = version
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
     def _generate_batch(
         self, model: Any, requests: Sequence[Request | TextRequest], lockstep: bool
     ) -> list[Rollout]:
         decode, stop = common_decode(requests), self.table.end_of_turn
         pattern = key_pattern_for(decode.guard, self.table)
-        rows = [_prompt_ids(self.prompts, request) for request in requests]
+        rows = [
+            self.prompts.text_ids(request.question)
+            if isinstance(request, TextRequest)
+            else self.prompts.ids(*request.image.size, request.image.path, request.question)
+            for request in requests
+        ]
         inputs = _pad_batch(self.prompts, requests, rows, pad=stop, device=model.device)
         if lockstep and "pixel_values" not in inputs:
             _add_blank_image(model, inputs, self.prompts.image_token)
@@ -333,12 +329,6 @@ def _filler_requests(model: Any, batches: Sequence[Sequence[Request | TextReques
     together(ignore)  # wait for all ranks
     most_batches = max(map(int, gather_texts(str(len(batches)))))
     return [TextRequest("Wait.", Decode.greedy(1)) for _ in range(most_batches - len(batches))]
-
-
-def _prompt_ids(prompts: PromptBuilder, request: Request | TextRequest) -> list[int]:
-    if isinstance(request, TextRequest):
-        return prompts.text_ids(request.question)
-    return prompts.ids(*request.image.size, request.image.path, request.question)
 
 
 def _pad_batch(

@@ -139,20 +139,16 @@ def clear_kv_caches(caches: Iterable[Tensor | list[Tensor]]) -> None:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for storage in storages.values():
         data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        start, end = whole_pages(data) if data.device.type == "cpu" else (0, 0)
+        start = end = 0
+        if data.device.type == "cpu":  # the part that consists of whole pages of memory
+            start = min(-data.data_ptr() % mmap.PAGESIZE, data.numel())
+            end = start + (data.numel() - start) // mmap.PAGESIZE * mmap.PAGESIZE
         data[:start].zero_()
         data[end:].zero_()
         if start < end and LIBC.madvise(data.data_ptr() + start, end - start, mmap.MADV_DONTNEED):
             data[start:end].zero_()
     for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
         torch.cuda.synchronize(device)  # the engine may compute on another stream
-
-
-def whole_pages(data: Tensor) -> tuple[int, int]:
-    """Return the start and the end of the part of the bytes that consists of whole pages of memory."""
-    first = -data.data_ptr() % mmap.PAGESIZE
-    length = max(0, data.numel() - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    return (first, first + length) if length else (0, 0)
 
 
 def pack_again(model: torch.nn.Module) -> None:

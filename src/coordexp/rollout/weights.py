@@ -63,8 +63,9 @@ def find_non_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     The host waits for the device once, for all given weights."""
     names: list[str] = []
     extremes: list[Tensor] = []
+    packed = getattr(torch, "float4_e2m1fn_x2", None)  # the 4-bit dtype has neither NaN nor Inf
     for name, weight in weights:
-        if weight.numel() and can_be_non_finite(weight.dtype):
+        if weight.numel() and weight.dtype.is_floating_point and weight.dtype is not packed:
             names.append(name)
             comparable = weight.detach().float() if weight.dtype.itemsize == 1 else weight.detach()
             extremes.append(torch.stack(torch.aminmax(comparable)).double())
@@ -76,20 +77,10 @@ def find_non_finite(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), None)
 
 
-def can_be_non_finite(dtype: torch.dtype) -> bool:
-    """Return True for floating-point dtypes except the packed 4-bit one, which has neither NaN nor Inf."""
-    return dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
-
-
 def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise UserError if a weight has a NaN or an Inf."""
     if (name := find_non_finite(weights)) is not None:
         raise UserError(f"{name} has NaN or Inf values, and was not loaded", DIVERGED)
-
-
-def non_finite_error(name: str) -> EngineError:
-    """Return the error of a learner whose weights are not finite."""
-    return EngineError(f"the learner's weights were not sent: {name} has NaN or Inf values", DIVERGED)
 
 
 def align_size(nbytes: int) -> int:

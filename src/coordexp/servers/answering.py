@@ -85,7 +85,11 @@ class AllowedImages:
     def _locate(self, source: str) -> tuple[Path | bytes, str]:
         """Return the path or the bytes of an image, and a name for messages."""
         if not _is_path(source):
-            return _decode_base64(source), "the base64 image"
+            content = source.partition(",")[2] if source.startswith("data:") else source
+            with explain(
+                ValueError, f"{source[:40]}: neither a path nor base64", "send one of them", to=bad_request
+            ):
+                return base64.b64decode(content, validate=True), "the base64 image"
         if is_url(source):
             if problem := find_url_problem(source):
                 raise bad_request(f"image: {problem}", "send another URL, a path, or base64")
@@ -135,12 +139,6 @@ def _is_path(source: str) -> bool:
     return may_be and not source.startswith("data:")
 
 
-def _decode_base64(source: str) -> bytes:
-    content = source.partition(",")[2] if source.startswith("data:") else source
-    with explain(ValueError, f"{source[:40]}: neither a path nor base64", "send one of them", to=bad_request):
-        return base64.b64decode(content, validate=True)
-
-
 def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the conversation in the form that chat templates need, and the sources of its images."""
     for name in ("audios", "videos", "tools", "objects", "chat_template_kwargs", "add_eos"):
@@ -151,10 +149,12 @@ def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str
     for message in request.messages:
         content = _split_text(message.content) if isinstance(message.content, str) else list(message.content)
         inline += [str(part["image"]) for part in content if part.get("type") == "image" and part.get("image")]
-        if any(part.get("type") != "image" and not _is_text(part) for part in content):
-            raise bad_request("messages: a content part is neither text nor image", "send text and one image")
-        if any(part["type"] == "text" and not is_encodable(part["text"]) for part in content):
-            raise bad_request(f"messages: {HALF}", "send UTF-8")
+        for part in content:
+            kind, text = part.get("type"), part.get("text")
+            if kind != "image" and not (kind == "text" and isinstance(text, str)):
+                raise bad_request("messages: a content part is neither text nor image", "send text and one image")
+            if kind == "text" and not is_encodable(str(text)):
+                raise bad_request(f"messages: {HALF}", "send UTF-8")
         plain = [part if part["type"] == "text" else {"type": "image"} for part in content]
         conversation.append({"role": message.role, "content": plain})
     sources = inline or request.images
@@ -165,10 +165,6 @@ def split_request(request: InferRequest) -> tuple[list[dict[str, Any]], list[str
             f"write {IMAGE} where the image belongs, and send the image in images",
         )
     return conversation, sources
-
-
-def _is_text(part: dict[str, Any]) -> bool:
-    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _split_text(text: str) -> list[dict[str, Any]]:
@@ -330,49 +326,44 @@ class Answering:
         }
 
     def _item(self, output: Any, config: RequestConfig, guard: RepeatTerminate, version: str) -> Item:
-        for answer in output.outputs:
+        choices, ended_by_guard, completion = [], [], 0
+        for index, answer in enumerate(output.outputs):
             versions = {span.version for span in answer.weight_versions or ()} or {version}
             if answer.finish_reason not in ("stop", "length") or versions != {version}:
                 reason = f"{answer.finish_reason}, weights {', '.join(sorted(versions))}"
                 return _engine_fault(f"vLLM ended an answer by itself ({reason})", "ask again")
-            if config.logprobs and not all(map(math.isfinite, _logprobs(answer))):
-                return _engine_fault(
-                    "a log-probability of the answer is not finite",
-                    "the weights of this server may contain NaN: sync it again",
-                )
-        prompt, completion = len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in output.outputs)
+            ids, logprobs = list(answer.token_ids), None
+            if config.logprobs:
+                steps = zip(answer.logprobs, ids, strict=True)
+                content: list[TokenLogprob] = [{"token": "", "logprob": step[id].logprob} for step, id in steps]
+                logprobs = Logprobs(content=content)
+                if not all(math.isfinite(token["logprob"]) for token in content):
+                    fix = "the weights of this server may contain NaN: sync it again"
+                    return _engine_fault("a log-probability of the answer is not finite", fix)
+            choice = Choice(
+                index=index,
+                message={"role": "assistant", "content": answer.text},
+                finish_reason=answer.finish_reason,
+                token_ids=ids if config.return_details else None,
+                logprobs=logprobs,
+            )
+            choices.append(choice)
+            ended_by_guard.append(cut_at_end(ids, self.table.end_of_turn, guard, self.pattern)[1] == "repeat")
+            completion += len(ids)
+        prompt = list(output.prompt_token_ids)
         response = Completion(
             id=output.request_id,
             created=int(time.time()),
-            choices=[_choice(k, answer, config) for k, answer in enumerate(output.outputs)],
+            choices=choices,
             usage={
-                "prompt_tokens": prompt,
+                "prompt_tokens": len(prompt),
                 "completion_tokens": completion,
-                "total_tokens": prompt + completion,
+                "total_tokens": len(prompt) + completion,
             },
-            prompt_token_ids=list(output.prompt_token_ids) if config.return_details else None,
+            prompt_token_ids=prompt if config.return_details else None,
         )
-        end = self.table.end_of_turn
-        reasons = [cut_at_end(answer.token_ids, end, guard, self.pattern)[1] for answer in output.outputs]
-        infos = RolloutInfos(weight_version=version, ended_by_guard=[reason == "repeat" for reason in reasons])
+        infos = RolloutInfos(weight_version=version, ended_by_guard=ended_by_guard)
         return InferItem(response=response, rollout_infos=infos)
-
-
-def _choice(index: int, answer: Any, config: RequestConfig) -> Choice:
-    logprobs: list[TokenLogprob] | None = None
-    if config.logprobs:
-        logprobs = [{"token": "", "logprob": value} for value in _logprobs(answer)]
-    return Choice(
-        index=index,
-        message={"role": "assistant", "content": answer.text},
-        finish_reason=answer.finish_reason,
-        token_ids=list(answer.token_ids) if config.return_details else None,
-        logprobs=Logprobs(content=logprobs) if logprobs is not None else None,
-    )
-
-
-def _logprobs(answer: Any) -> list[float]:
-    return [step[id].logprob for step, id in zip(answer.logprobs, answer.token_ids, strict=True)]
 
 
 def _engine_fault(problem: str, fix: str) -> dict[str, Any]:

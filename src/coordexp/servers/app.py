@@ -33,13 +33,7 @@ from coordexp.errors import EngineError, explain
 from coordexp.rollout.prompt import load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup, check_guard_class
 from coordexp.servers.answering import AllowedImages, Answering, Item
-from coordexp.servers.connections import (
-    MOST_BYTES,
-    UVICORN,
-    AccessControl,
-    to_response,
-    too_large,
-)
+from coordexp.servers.connections import MOST_BYTES, UVICORN, AccessControl, to_response, too_large
 from coordexp.servers.engine import ServedEngine, Watchdog, check_devices, engine_ended
 from coordexp.servers.protocol import (
     MOST_REQUESTS,
@@ -88,9 +82,6 @@ class ServerMetrics:
         self.update_bytes.inc(size)
         self.update_seconds.observe(seconds)
 
-    def to_text(self) -> bytes:
-        return generate_latest(self.registry)
-
 
 class RolloutApp:
     """The HTTP application of a rollout server. `facts` are returned by `/version/`, together with the state of
@@ -103,13 +94,12 @@ class RolloutApp:
         facts: ServerVersion,
         *,
         host: str,
-        world_size: int,
         token: str | None,
         metrics: ServerMetrics,
         hung_after_s: float = 60.0,
     ) -> None:
         self.engine, self.answering, self.facts = engine, answering, facts
-        self.host, self.world_size, self.metrics = host, world_size, metrics
+        self.host, self.metrics = host, metrics
         self.updates = Updates(engine, metrics.count_update)
         self.watchdog = Watchdog(engine.ping, hung_after_s, self.updates.waiting_allowance)
         self.ending = asyncio.Event()
@@ -149,11 +139,8 @@ class RolloutApp:
 
     async def ready(self) -> Response:
         """Readiness: a request would be answered now, without waiting for a weight update."""
-        problem = self.problem
-        if problem is None and self.updates.update is not None:
-            problem = _UPDATING
-        if problem is None and self.updates.version is None:
-            problem = no_weights()
+        waits = _UPDATING if self.updates.update is not None else None
+        problem = self.problem or waits or (no_weights() if self.updates.version is None else None)
         return to_response(problem) if problem else JSONResponse({"status": "ready"})
 
     async def version(self, full: bool = False) -> Response:
@@ -171,10 +158,11 @@ class RolloutApp:
         return JSONResponse(version.model_dump(mode="json", exclude=None if full else {"model"}))
 
     async def get_metrics(self) -> Response:
-        return Response(await asyncio.to_thread(self.metrics.to_text), media_type="text/plain; version=0.0.4")
+        text = await asyncio.to_thread(generate_latest, self.metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def get_world_size(self) -> dict[str, int]:
-        return {"world_size": self.world_size}
+        return {"world_size": self.facts.world_size}
 
     async def infer(self, call: InferCall, request: Request) -> Response:
         """Return answers that were all made with one version of the weights. If the client disconnects or the
@@ -214,7 +202,7 @@ class RolloutApp:
         return items
 
     async def join(self, body: JoinGroup, request: Request) -> Response:
-        size = self.world_size + 1
+        size = self.facts.world_size + 1
         if body.world_size != size:
             problem = (
                 f"the request names a group of {body.world_size}, but this server and the learner make {size}"
@@ -357,7 +345,6 @@ def serve(
             Answering(engine, processor, table, guard, AllowedImages(images), engine.most_at_once),
             _describe(setup, engine.max_model_len),
             host=str(listening.getsockname()[0]),
-            world_size=setup.world_size,
             token=os.environ.get(TOKEN) or None,
             metrics=ServerMetrics(),
             hung_after_s=settings.vllm.server.hung_after_s,
@@ -395,7 +382,7 @@ async def _run(
     is_announced = False
     while not work.done():
         if server.started and not is_announced:
-            announce(app.world_size)
+            announce(app.facts.world_size)
             is_announced = True
         if (problem := app.problem) is not None:
             server.should_exit = True

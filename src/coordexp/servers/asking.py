@@ -220,9 +220,6 @@ class Generation:
         with self._changed:
             self._changed.wait_for(self._is_over)
 
-    def count_missing(self, indices: Sequence[int]) -> int:
-        return sum(index not in self.rollouts for index in indices)
-
     def take_losses(self, pool: Pool) -> dict[int, Loss]:
         """Return the servers that this rank has lost since the last time. A server that is out already is not
         among them, and neither is one that has received newer weights since: it is back."""

@@ -9,7 +9,6 @@ servers may be asked.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,15 +20,7 @@ from torch import distributed as dist
 from coordexp.config.rollout import capacity_shortage
 from coordexp.errors import EngineError
 from coordexp.ranks import gather_texts, sum_over_ranks, together
-from coordexp.rollout.backend import (
-    AdapterWeights,
-    Canary,
-    ImageRef,
-    Request,
-    Rollout,
-    RolloutBackend,
-    Weights,
-)
+from coordexp.rollout.backend import AdapterWeights, Canary, ImageRef, Request, Rollout, RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
 from coordexp.servers.asking import Asker, Generation, Started
@@ -45,7 +36,7 @@ LEFT_OUT = "the run goes on without this server until it is back and has receive
 T = TypeVar("T")
 
 
-class ServerBackend:
+class ServerBackend(RolloutBackend):
     """The backend that asks rollout servers.
 
     `reference` answers with the learner's own model. It and each server are asked about the images `probes`, to
@@ -80,9 +71,6 @@ class ServerBackend:
         assert not self.sender.sync_mode.is_adapter or self.ranks == 1, "other ranks gather no adapter"
         self.pool: Pool | None = None
         self._weights: Weights | None = None
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def sync(self, weights: Weights, version: int) -> None:
         """Send the weights as one transaction: all ranks begin it together, and end it with the new version or
@@ -122,7 +110,8 @@ class ServerBackend:
             together(partial(generation.wait, started.indices))
             assert self.pool is not None
             losses = generation.take_losses(self.pool)
-            missing, lost = sum_over_ranks([generation.count_missing(started.indices), len(losses)])
+            own = [index for index in started.indices if index not in generation.rollouts]
+            missing, lost = sum_over_ranks([len(own), len(losses)])
             if lost:
                 for index, loss in _share(losses, Loss).items():
                     self._leave_out(index, loss)
@@ -189,8 +178,6 @@ class ServerBackend:
                 if prospect.lost:
                     self._leave_out(index, prospect.lost)  # it may be back already
                 if prospect.failed:
-                    if prospect.responds and self.pool.out.get(index) != prospect.failed:  # the user has to act
-                        self.notify(f"warning: {EngineError(*prospect.failed)}")
                     self.pool = self.pool.mark(index, prospect.failed)
             targets = {k: prospect.is_back for k, prospect in prospects.items() if prospect.is_target}
             if targets:
@@ -225,7 +212,7 @@ class ServerBackend:
             else:
                 self._leave_out(index, delivery.loss)
         if self.rank == 0:
-            self._record_sync(deliveries, version)
+            self._record_sync(deliveries, [index for index in deliveries if probed[index]], version)
         if is_due and self.pool.usable and self.canary.pass_at(version):
             self.notify("the rollout servers answer as the learner does")
 
@@ -242,7 +229,7 @@ class ServerBackend:
 
     # What is recorded
 
-    def _record_sync(self, deliveries: dict[int, Delivery], version: int) -> None:
+    def _record_sync(self, deliveries: dict[int, Delivery], probed: list[int], version: int) -> None:
         """Record the sync of all senders as one event. Each of them has sent the same bytes to each server."""
         losses = {index: delivery.loss for index, delivery in deliveries.items()}
         self.record(
@@ -253,7 +240,7 @@ class ServerBackend:
                 "bytes": max(delivery.nbytes for delivery in deliveries.values()),
                 "synced": [index for index, loss in losses.items() if loss is None],
                 "failed": {str(index): str(EngineError(*loss)) for index, loss in losses.items() if loss},
-                "probed": [index for index, delivery in deliveries.items() if delivery.was_probed],
+                "probed": [index for index in probed if losses[index] is None],
             }
             | self.describe()
         )

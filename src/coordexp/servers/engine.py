@@ -197,27 +197,23 @@ class Watchdog:
 
     async def run(self) -> None:
         """Ping until cancelled, or until a ping fails because the engine has ended."""
+        look = min(LOOK, self._deadline / 4)
         while True:
             ping = asyncio.ensure_future(self._ping())
             try:
-                await self._wait_for_reply(ping)
+                while not ping.done():
+                    began = time.monotonic()
+                    self._allowed = max(self._allowed, self._extra_seconds())
+                    await asyncio.wait({ping}, timeout=look)
+                    self._allowed = max(self._allowed, self._extra_seconds())
+                    # A look that comes late counts as two: then this process itself was suspended.
+                    self.silent += min(time.monotonic() - began, 2 * look)
             finally:
                 ping.cancel()
             if ping.cancelled() or ping.exception() is not None:
                 return
             self.silent = self._allowed = 0.0
             await asyncio.sleep(min(PING, self._deadline / 4))
-
-    async def _wait_for_reply(self, ping: "asyncio.Future[None]") -> None:
-        """Count the seconds without a reply. A check that comes late counts as two intervals at most: then this
-        process itself was suspended."""
-        look = min(LOOK, self._deadline / 4)
-        while not ping.done():
-            began = time.monotonic()
-            self._allowed = max(self._allowed, self._extra_seconds())
-            await asyncio.wait({ping}, timeout=look)
-            self._allowed = max(self._allowed, self._extra_seconds())
-            self.silent += min(time.monotonic() - began, 2 * look)
 
 
 @contextmanager

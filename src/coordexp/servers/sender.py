@@ -18,7 +18,7 @@ from torch import Tensor
 from coordexp.errors import EngineError
 from coordexp.rollout.backend import AdapterConfig, AdapterWeights, Canary, Rollout, Weights
 from coordexp.rollout.start import EngineSetup
-from coordexp.rollout.weights import SyncMode, find_non_finite, non_finite_error
+from coordexp.rollout.weights import DIVERGED, SyncMode, find_non_finite
 from coordexp.servers.asking import Asker
 from coordexp.servers.client import ALTERNATIVES, OTHERWISE, ErrorResponse, ServerClient, ServerFacts, ServerLost
 from coordexp.servers.links import FlatBucket, Link, examine_server
@@ -51,15 +51,13 @@ class NotUp(ServerLost):
 @dataclass(frozen=True)
 class Prospect:
     """A server before a sync, as its sender sees it: whether weights are sent to it, and whether it has just come
-    back. `lost` is why it was lost since the last sync, and `failed` why it is not back. `responds` is True
-    for a server that answers, but cannot be used for that reason."""
+    back. `lost` is why it was lost since the last sync, and `failed` why it is not back."""
 
     facts: ServerFacts
     is_target: bool
     is_back: bool
     lost: Loss | None
     failed: Loss | None
-    responds: bool
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class Delivery:
 
     seconds: float
     nbytes: int
-    was_probed: bool = False
-    loss: Loss | None = None
+    loss: Loss | None
 
 
 class Sender:
@@ -139,8 +136,9 @@ class Sender:
             is_target = index in self.open and (index not in pool.usable or index in ended)
             error = errors.get(index)
             failed = Loss.from_error(error) if error else None
-            responds = not isinstance(error, ServerLost)
-            prospects[index] = Prospect(client.facts, is_target, index in gone, ended.get(index), failed, responds)
+            if not isinstance(error, ServerLost | None) and pool.out.get(index) != failed:  # the user has to act
+                self.notify(f"warning: {error}")
+            prospects[index] = Prospect(client.facts, is_target, index in gone, ended.get(index), failed)
         return prospects
 
     def drop(self, index: int) -> None:
@@ -205,7 +203,7 @@ class Sender:
         for index in errors:
             self.drop(index)
         losses = {index: Loss.from_error(error) for index, error in errors.items()}
-        return {k: Delivery(sent.seconds, sent.nbytes, k in probes, losses.get(k)) for k in own}
+        return {index: Delivery(sent.seconds, sent.nbytes, losses.get(index)) for index in own}
 
     def _send(self, links: Sequence[Link], weights: Weights, version: str) -> "Sent":
         if not links:
@@ -273,7 +271,8 @@ def send(
     finally:
         deque(passing, maxlen=0)  # other ranks take part in the pass, so it goes on to its end also after an error
     if broken is not None:
-        raise non_finite_error(broken)
+        problem = f"the learner's weights were not sent: {broken} has NaN or Inf values"
+        raise EngineError(problem, DIVERGED)
     steps.begin(methodcaller("finish", version, steps.until))
     steps.wait(is_last=True)
     return Sent(steps.errors, total, time.monotonic() - began)

@@ -6,7 +6,7 @@ while it loads this one.
 
 import signal
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from multiprocessing import parent_process
 from typing import Any
 
@@ -20,6 +20,7 @@ from coordexp.errors import UserError
 from coordexp.rollout.load import Reload, build_adapter, clear_kv_caches, replace_adapter
 from coordexp.servers.processes import end_with_parent
 from coordexp.servers.transfer import Metadata, WeightGroup, check_metadata, join, unflatten
+from coordexp.tasks import Task
 
 
 class ServerSide:
@@ -60,9 +61,11 @@ class Receiver(Reload):
     def __init__(self, runner: Any, vllm_config: Any, device: torch.device) -> None:
         super().__init__(runner)
         self.device = device
-        self._rank = rank_in_server(vllm_config.parallel_config)
+        # vLLM numbers the workers of each replica from 0. The group has those of all replicas.
+        parallel = vllm_config.parallel_config
+        self._rank = int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
         self._group: WeightGroup | None = None
-        self._ahead: Future[Tensor] | None = None
+        self._ahead: Task[Tensor] | None = None
         self._buffers: list[Tensor] = []
         self._adapter: dict[str, Tensor] | None = None  # the tensors so far, during an update of an adapter
         self._built: Any = None
@@ -71,14 +74,12 @@ class Receiver(Reload):
         """Join the group of a learner."""
         self.leave()
         self._group = join(host, port, self._rank, world_size, self.device, timeout_s)
-        self._thread = ThreadPoolExecutor(1)
         self._free_buffers()
 
     def leave(self) -> None:
         """Leave the group. A transfer that is running ends with the group's connections, or at its deadline."""
         if self._group is not None:
             self._group.close()
-            self._thread.shutdown(wait=False, cancel_futures=True)
         self._group, self._ahead, self._buffers = None, None, []
 
     def begin(self, is_adapter: bool = False) -> None:
@@ -88,35 +89,32 @@ class Receiver(Reload):
             super().begin()
 
     def load(self, metadatas: list[Metadata], next_bytes: int) -> None:
-        """Receive a bucket, unless it has been received ahead, and load it."""
+        """Receive a bucket, unless it has been received ahead, and load it. A later bucket overwrites its buffer,
+        but vLLM's reload keeps references to a layer's weights until the last of them has arrived, which may be in
+        a later bucket or at the end. Those that still point to the buffer are cloned."""
         size = check_metadata(metadatas)
         ahead, self._ahead = self._ahead, None
         buffer = ahead.result() if ahead else self._receive(size)
         if buffer.numel() != size:
             raise ValueError(f"a bucket of {size} bytes was announced as {buffer.numel()}")
         if next_bytes:
-            self._ahead = self._thread.submit(self._receive, next_bytes)
-        if self._adapter is None:
-            self.load_bucket(metadatas, buffer)
-        else:  # vLLM keeps adapters on the host
-            self._adapter |= {name: part.to("cpu", copy=True) for name, part in unflatten(metadatas, buffer)}
-        if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
-            torch.cuda.current_stream(self.device).synchronize()
-        if not next_bytes:
-            self._free_buffers()  # until the next update
-
-    def load_bucket(self, metadatas: list[Metadata], buffer: Tensor) -> None:
-        """Load a bucket from a buffer that a later bucket overwrites. vLLM's reload keeps references to a layer's
-        weights until the last of them has arrived, which may be in a later bucket or at the end. Those that still
-        point to the buffer are cloned."""
-        self.take(unflatten(metadatas, buffer))
-        start = buffer.untyped_storage().data_ptr()
-        for module in self.model.modules():
-            for _, call in get_layerwise_info(module).loaded_weights:
+            self._ahead = Task(self._receive, next_bytes)
+        weights = unflatten(metadatas, buffer)
+        if self._adapter is not None:  # vLLM keeps adapters on the host
+            self._adapter |= {name: weight.to("cpu", copy=True) for name, weight in weights}
+        else:
+            self.take(weights)
+            start = buffer.untyped_storage().data_ptr()
+            layers = map(get_layerwise_info, self.model.modules())
+            for _, call in chain.from_iterable(layer.loaded_weights for layer in layers):
                 for name, value in call.arguments.items():
                     is_real = isinstance(value, Tensor) and not value.is_meta
                     if is_real and value.untyped_storage().data_ptr() == start:
                         call.arguments[name] = value.clone()
+        if self.device.type == "cuda":  # the next bucket but one overwrites the buffer
+            torch.cuda.current_stream(self.device).synchronize()
+        if not next_bytes:
+            self._free_buffers()  # until the next update
 
     def build_adapter(self, config: dict[str, Any], id: int) -> None:
         """Build vLLM's adapter from the received tensors. The old adapter stays in use."""
@@ -159,12 +157,6 @@ class Receiver(Reload):
         self._buffers.append(buffer)
         self._group.broadcast(buffer[:size])
         return buffer[:size]
-
-
-def rank_in_server(parallel_config: Any) -> int:
-    """Return the rank of a worker among all workers of its server. vLLM numbers the workers of each replica from
-    0, and keeps the number of the replica as `data_parallel_index`."""
-    return int(parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank)
 
 
 if parent_process() is not None:  # vLLM has imported this module in a worker

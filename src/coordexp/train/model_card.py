@@ -16,19 +16,12 @@ from coordexp.answers.formats import read_note
 from coordexp.files import json_object, write_whole
 
 FILE = "README.md"
-SETTINGS = {
-    "custom": ("trainer_variant", "answer_format", "object_field_order"),
-    "training": (
-        "learning_rate",
-        "lr_scheduler_type",
-        "max_steps",
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "seed",
-    ),
-    "rollout_matching": ("rollout_backend", "correction"),
-}
+SETTINGS = (
+    *("custom.trainer_variant", "custom.answer_format", "custom.object_field_order"),
+    *("training.learning_rate", "training.lr_scheduler_type", "training.max_steps", "training.num_train_epochs"),
+    *("training.per_device_train_batch_size", "training.gradient_accumulation_steps", "training.seed"),
+    *("rollout_matching.rollout_backend", "rollout_matching.correction"),
+)
 SPEEDS = ("_runtime", "_per_second")
 
 
@@ -45,13 +38,8 @@ def write_card(folder: Path, base: str, adapter: Path) -> bool:
 def make_card(base: str, adapter: Path) -> str:
     """Return the text of the card."""
     hub_name = find_hub_name(base)
-    header: dict[str, Any] = {
-        "library_name": "transformers",
-        "pipeline_tag": "image-text-to-text",
-        "tags": ["coordexp", "object-detection"],
-    }
-    if hub_name:
-        header |= {"base_model": hub_name}
+    header: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "image-text-to-text"}
+    header |= {"tags": ["coordexp", "object-detection"]} | ({"base_model": hub_name} if hub_name else {})
     state = _read(adapter / "trainer_state.json")
     step = state.get("global_step")
     trained = f"It was trained for {step:,} steps." if isinstance(step, int) else ""
@@ -114,11 +102,10 @@ def _settings(adapter: Path) -> Iterator[tuple[str, Any]]:
             yield f"adapter: {name}", config[key]
     file = adapter.parent / "resolved.yaml"
     run = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for section, keys in SETTINGS.items():
-        for key in keys:
-            value = (run.get(section) or {}).get(key)
-            if value is not None:
-                yield f"{section}.{key}", value
+    for name in SETTINGS:
+        section, key = name.split(".")
+        if (value := (run.get(section) or {}).get(key)) is not None:
+            yield name, value
 
 
 def _metrics(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:

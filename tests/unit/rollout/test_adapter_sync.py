@@ -35,13 +35,6 @@ def test_the_adapter_alone_is_sent_and_answers_are_made_with_it(monkeypatch, mod
     assert run.backend.describe() == {"sync_mode": "adapter", "fallbacks": []}
 
 
-def test_whole_weights_are_sent_without_a_warning_to_an_engine_without_room_for_adapters(monkeypatch):
-    run = Run(monkeypatch, sync_settings("full"))
-    run.step(1)
-    assert run.started == [False] and run.sent == [(1, list(WEIGHTS))] and run.used == [None] * 2
-    assert run.warnings == [] and run.backend.describe() == {"sync_mode": "full", "fallbacks": []}
-
-
 @pytest.mark.scenario("R07.S4", on="fake")
 def test_after_a_refused_adapter_the_run_sends_whole_weights_for_good(monkeypatch):
     run = Run(monkeypatch, sync_settings("adapter"))

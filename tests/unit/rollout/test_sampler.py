@@ -44,13 +44,6 @@ def test_the_tokens_of_a_row_do_not_depend_on_the_other_rows():
         ]
 
 
-def test_the_same_seed_draws_the_same_and_another_draws_something_else():
-    scores = torch.zeros(4, 1000)
-    first, again, other, same = draw(sampler([7, 7, 8, 7]), scores)
-    assert first == again == same != other
-    assert draw(sampler([7]), scores[:1]) == [first]
-
-
 def test_a_longer_limit_does_not_change_the_tokens_before_it():
     short, long = sampler([7, 8], tokens=3), sampler([7, 8], tokens=300)
     scores = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))

@@ -169,13 +169,6 @@ def test_after_an_error_the_engine_is_not_asked_to_sleep(monkeypatch):
     assert "sleep" not in run.events
 
 
-def test_without_the_setting_an_engine_is_never_put_to_sleep(monkeypatch):
-    run = SleepingRun(monkeypatch, sleep=False)
-    for version in (1, 2):
-        events = run.step(version)
-    assert events == ["learner out", "load", "answers", "learner back"]
-
-
 def test_an_engine_on_a_cpu_cannot_sleep():
     settings = RolloutMatching.model_validate({"vllm": {"sleep": True}})
     table: Any = None

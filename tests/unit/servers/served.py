@@ -1,6 +1,7 @@
 """A learner and its rollout servers in one process. The servers are fakes."""
 
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -106,6 +107,13 @@ class Run:
             if isinstance(server, FakeRolloutServer):
                 server.thawed.set()
                 server.die()
+
+
+def wait_until(condition):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def requests(count, first=100, decode=DECODE):

@@ -246,31 +246,6 @@ def test_images_on_storage_that_hangs_fail_by_name_and_hold_up_nothing_else(tmp_
         mends.set()
 
 
-def test_images_of_calls_that_are_cancelled_again_and_again_have_no_more_threads_than_others(
-    tmp_path, monkeypatch
-):
-    mends = threading.Event()
-    monkeypatch.setattr(AllowedImages, "open", lambda *_: mends.wait(40))
-    monkeypatch.setattr(answering_module, "READERS", 4)
-
-    async def work() -> None:
-        server, before = answering(FakeEngine(), tmp_path), threading.active_count()
-        request = request_for(tmp_path, (64, 64))
-        for _ in range(5):
-            calls = [asyncio.ensure_future(server.answer(request, RequestConfig(), "1")) for _ in range(3)]
-            await asyncio.wait(calls, timeout=0.2)
-            for call in calls:
-                call.cancel()
-            await asyncio.wait(calls)
-        pool = sum(thread.name.startswith("asyncio") for thread in threading.enumerate())
-        assert threading.active_count() - pool <= before + 4
-
-    try:
-        run(work)
-    finally:
-        mends.set()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_process_ends_while_an_image_of_it_waits_for_storage(tmp_path):

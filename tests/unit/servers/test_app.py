@@ -24,6 +24,7 @@ from coordexp.servers import connections, updates
 from coordexp.servers.app import RolloutApp, ServerMetrics
 from coordexp.servers.connections import UVICORN, listen
 from coordexp.servers.protocol import ServerVersion, read_version
+from tests.unit.servers.served import wait_until
 from tests.unit.servers.test_updates import METADATA, FakeEngine
 
 TOKEN = "a token"
@@ -50,7 +51,7 @@ def rollout_app(token: str | None, engine: Any = None) -> RolloutApp:
         guard={},
         devices=[],
     )
-    options: dict[str, Any] = {"host": "127.0.0.1", "world_size": 1, "token": token}
+    options: dict[str, Any] = {"host": "127.0.0.1", "token": token}
     metrics = ServerMetrics(CollectorRegistry())
     answering: Any = FakeAnswering()
     return RolloutApp(engine or fake_engine(), answering, facts, **options, metrics=metrics)
@@ -374,9 +375,7 @@ def test_a_server_is_held_by_the_connection_of_its_group(server, monkeypatch):
             refused = other.post("/init_communicator/", json=GROUP | {"group": "b"})
             assert code(refused) == (409, "taken") and "host:1" in refused.text
             assert code(other.post("/begin_update/", json={"group": "b", "version": "1"})) == (409, "other_group")
-        for _ in range(200):
-            if other.get("/version/").json()["learner"] is None:
-                break
+        wait_until(lambda: other.get("/version/").json()["learner"] is None)
         with other.stream("POST", "/init_communicator/", json=GROUP | {"group": "b"}) as held:
             assert held.status_code == 200
         assert "leave" in server.engine.calls
@@ -390,10 +389,7 @@ def test_a_learner_that_leaves_while_it_waits_for_another_one_does_not_hold_the_
             assert next(lines) and next(lines)
             with pytest.raises(httpx.ReadTimeout):
                 other.post("/init_communicator/", json=GROUP | {"group": "b"}, timeout=0.3)
-        until = time.monotonic() + 10
-        while server.engine.calls.count("leave") < 2 or server.app.updates.owner is not None:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: server.engine.calls.count("leave") == 2 and server.app.updates.owner is None)
         assert server.engine.calls.count("join") == 1
 
 
@@ -402,11 +398,7 @@ def test_a_call_whose_client_disconnects_is_cancelled(server):
     with server.client() as http:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/infer/", json={"infer_requests": [{"seconds": 30}]}, timeout=0.3)
-        for _ in range(300):
-            if server.app.updates.answering == 0:
-                break
-            http.get("/health/")
-        assert server.app.updates.answering == 0
+        wait_until(lambda: server.app.updates.answering == 0)
 
 
 @pytest.mark.timeout(60)
@@ -417,12 +409,11 @@ def test_a_server_that_is_ending_ends_all_requests_and_groups(server):
             lines = held.iter_lines()
             next(lines), next(lines)
             call = pool.submit(lambda: other.post("/infer/", json=body))
-            while server.app.updates.answering == 0:
-                assert not call.done()
+            wait_until(lambda: server.app.updates.answering == 1)
             server.loop.call_soon_threadsafe(server.app.ending.set)
-            assert code(call.result(5)) == (503, "ending")
+            assert code(call.result(30)) == (503, "ending")
             assert not any(lines)  # and no error
-        assert server.app.updates.answering == 0
+        wait_until(lambda: server.app.updates.answering == 0)  # the generation is cancelled in a task of its own
 
 
 @pytest.mark.timeout(60)
@@ -478,7 +469,7 @@ def test_a_call_that_fails_ends_only_after_all_of_its_answers(server):
         since = time.perf_counter()
         answer = http.post("/infer/", json={"infer_requests": [{"fails": True}, {"seconds": 0.5}]})
         assert code(answer) == (500, "unexpected") and time.perf_counter() - since > 0.4
-        assert server.app.updates.answering == 0
+        wait_until(lambda: server.app.updates.answering == 0)
 
 
 @pytest.mark.timeout(60)
@@ -490,8 +481,7 @@ def test_a_server_is_alive_but_not_ready_while_it_has_no_weights_or_is_being_upd
             assert next(lines) and next(lines)
             good(http.post("/begin_update/", json={"group": GROUP["group"], "version": "1"}))
             assert code(http.get("/ready/")) == (503, "updating") and http.get("/health/").status_code == 200
-        while http.get("/version/").json()["learner"] is not None:
-            pass
+        wait_until(lambda: http.get("/version/").json()["learner"] is None)
         assert code(http.get("/ready/")) == (503, "no_weights") and http.get("/health/").status_code == 200
         server.engine.has_ended = True
         assert code(http.get("/ready/")) == code(http.get("/health/")) == (503, "engine_ended")

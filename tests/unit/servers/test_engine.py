@@ -42,12 +42,6 @@ def test_an_update_that_fails_in_one_replica_fails(results):
         asyncio.run(engine_of(FakeCore(*results)).load([], 0))
 
 
-def test_every_replica_is_called():
-    core = FakeCore(None, None)
-    asyncio.run(engine_of(core).leave())
-    assert core.calls == [("collective_rpc", "coordexp_try", None, ("leave",), None)]
-
-
 def test_every_replica_has_made_answers_with_log_probabilities_before_the_engine_is_ready(monkeypatch):
     engine, asked = engine_of(FakeCore(None, None)), []
 

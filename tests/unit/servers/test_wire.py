@@ -66,11 +66,6 @@ def test_a_payload_has_every_sampling_field_and_absolute_paths(tmp_path, monkeyp
     }
 
 
-def test_greedy_leaves_nothing_to_a_models_own_settings():
-    config = infer_payload([request(temperature=0.9, top_k=3, top_p=0.2)], "q")["request_config"]
-    assert (config["temperature"], config["top_k"], config["top_p"]) == (0.0, -1, 1.0)
-
-
 def test_a_question_with_an_image_tag_is_refused():
     with pytest.raises(EngineError, match=r"its prompt contains <image>"):
         infer_payload([request()], "what is <image>?")
