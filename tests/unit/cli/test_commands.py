@@ -91,7 +91,8 @@ def test_check_counts_the_records_of_all_files_and_notes_patterns_without_files(
 def test_check_says_that_files_are_missing_and_exits_1_if_it_is_strict(tmp_path):
     names = ["custom.train_jsonl", "custom.val_jsonl", "model.path"]
     here = [f"--set={name}={tmp_path}" if name == "model.path" else f"--set={name}={tmp_path}/a" for name in names]
-    (tmp_path / "a").write_text("")
+    record = {"image": "a", "width": 8, "height": 8, "space": "pixel", "objects": []}
+    (tmp_path / "a").write_text(f"{json.dumps(record)}\n")
     for count, words in (
         (0, "sound ("),
         (1, "sound, but 1 file is missing ("),
