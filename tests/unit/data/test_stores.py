@@ -23,7 +23,7 @@ from coordexp.pages.cards import try_thumbnail
 from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import load_image, open_image
 from coordexp.servers.answering import AllowedImages
-from coordexp.servers.client import infer_payload
+from coordexp.servers.asking import infer_payload
 from coordexp.servers.protocol import Refusal
 from tests.http_store import http_store
 from tests.unit.data.addressed import pack_tar, pack_tsv, rewrite
