@@ -12,7 +12,6 @@ import typer
 from coordexp.cli.console import bar, err, need, need_page, out, progress
 from coordexp.cli.shards import interrupt, predict_shard, predict_with_workers, report_unreadable, warn
 from coordexp.config.settings import AnswerFormatName
-from coordexp.data.shards import Shard
 from coordexp.detect.answering import (
     API_KEY,
     Answering,
@@ -22,7 +21,6 @@ from coordexp.detect.answering import (
     find_untrained_request,
     find_whole_model,
 )
-from coordexp.detect.shards import PredictionJob
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -125,6 +123,9 @@ def predict(
         need("vllm", extra="vllm")
     model = find_whole_model(model)
     if shard is not None or workers is not None:
+        from coordexp.data.shards import Shard
+        from coordexp.detect.shards import PredictionJob
+
         name = "--workers" if shard is None else "--shard"
         given = {"--images": images, "--draw": draw, "--page": page, "--resume": resume and shard is not None}
         given["--workers"] = workers is not None and shard is not None

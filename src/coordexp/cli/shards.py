@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import JsonOption, bar, err, out, progress, sanitize
-from coordexp.data.shards import Shard
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
+    from coordexp.data.shards import Shard
     from coordexp.detect.shards import PredictionJob
 
 SHARDS_PER_WORKER = 8  # so that workers of different speed end together
@@ -100,7 +100,7 @@ def report_unreadable(unreadable: int, images: int) -> None:
     err.print(message, style="yellow")
 
 
-def predict_shard(job: "PredictionJob", shard: Shard) -> None:
+def predict_shard(job: "PredictionJob", shard: "Shard") -> None:
     """Make one shard of a job, unless it is finished."""
     from coordexp.detect.shards import ShardPredictor
 
@@ -124,7 +124,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     """Make all shards of a job with several processes, and join them. The folder of the shards stands beside the
     predictions, and is removed when they are complete."""
     from coordexp.data import RecordFile
-    from coordexp.data.shards import check_same_request, has_shards, manifest_path, survey
+    from coordexp.data.shards import Shard, check_same_request, has_shards, manifest_path, survey
     from coordexp.detect.predicting import refuse_leftovers
     from coordexp.detect.shards import ShardPredictor, check_image_ids
     from coordexp.detect.workers import run_workers
