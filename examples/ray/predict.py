@@ -42,7 +42,8 @@ if __name__ == "__main__":
     job = PredictionJob(*paths, given.shards, options, given.batch, backend=given.backend)
     ray.init()
     limits = {"num_gpus": given.gpus, "max_restarts": 3, "max_task_retries": 3}  # Ray's own default is for ever
-    shards = ray.data.range(given.shards, override_num_blocks=given.shards)
+    numbers = [{"id": number} for number in range(given.shards)]
+    shards = ray.data.from_items(numbers, override_num_blocks=given.shards)  # `range` would need a processor more
     done = shards.map_batches(
         Actor, fn_constructor_args=(job,), batch_size=1, concurrency=given.actors, **limits
     ).take_all()

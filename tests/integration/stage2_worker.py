@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from coordexp.config import World, load_settings
+from coordexp.logs import show_messages
 from coordexp.train import run
 from coordexp.train.checkpoints import newest_intact
 from coordexp.train.trainer import RowTrainer
@@ -114,4 +115,5 @@ def _trained(job: dict[str, Any], gradients: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    show_messages()
     main(Path(sys.argv[1]))

@@ -65,6 +65,6 @@ def test_a_local_ray_of_which_an_actor_is_killed_makes_the_predictions_of_one_pr
 
 def is_actor(process):
     try:
-        return "Actor" in " ".join(process.cmdline()) and process.cmdline()[0].startswith("ray::")
-    except psutil.Error:
+        return process.cmdline()[0].startswith("ray::MapWorker")
+    except (psutil.Error, IndexError):  # it has just ended
         return False
