@@ -126,14 +126,14 @@ def huge(tmp_path_factory: pytest.TempPathFactory) -> RunInspectorPage:
     return write_huge(tmp_path_factory.mktemp("runs") / "huge")
 
 
-def test_a_page_with_500_objects_opens_within_two_seconds(open_page: Open, huge: RunInspectorPage) -> None:
+def test_a_page_with_500_objects_opens_within_three_seconds(open_page: Open, huge: RunInspectorPage) -> None:
     """The page is opened up to three times, because other tests run on the same machine."""
     for _ in range(3):
         page = open_page(huge)
         milliseconds = page.evaluate("performance.getEntriesByName('ready')[0].startTime")
-        if milliseconds < 2000:
+        if milliseconds < 3000:
             break
-    assert milliseconds < 2000
+    assert milliseconds < 3000
     assert page.locator("#strip .token").count() > 20_000
 
 
