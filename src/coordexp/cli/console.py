@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -114,6 +115,22 @@ def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]
         say(message)
         with remind(say, describe, TELL_EVERY_S):
             yield advance
+
+
+@contextmanager
+def interruptible(describe: Callable[[], str]) -> Iterator[None]:
+    """End the command if Ctrl-C or SIGTERM interrupts it in this context. `describe` returns what was done until
+    then, and how to go on."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        err.print(describe(), markup=False)
+        raise typer.Exit(143 if interruption.args else 130) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def sanitize(text: str) -> str:

@@ -1,7 +1,6 @@
 """`coordexp predict`: a model's answers to images, with or without labels, as COCO detections and as text."""
 
 import os
-import signal
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import bar, err, need, need_page, out, progress
-from coordexp.cli.shards import interrupt, predict_shard, predict_with_workers, report_unreadable, warn
+from coordexp.cli.console import bar, err, interruptible, need, need_page, out, progress
+from coordexp.cli.shards import predict_shard, predict_with_workers, report_unreadable, warn
 from coordexp.config.settings import AnswerFormatName
 from coordexp.detect.answering import (
     API_KEY,
@@ -165,22 +164,21 @@ def predict(
             generator = asked.start(backend or "hf", batch, longest)
         else:
             generator = asked.connect(server, batch, os.environ.get(API_KEY), served_model)
-    signal.signal(signal.SIGTERM, interrupt)
     answering = Answering(asked, generator, options)
     answered = len(answers) // options.answers_per_image
+
+    def describe_interruption() -> str:
+        return (
+            f"interrupted after {answered} of {len(selected)} images; their answers are in {unfinished.path}\n"
+            "  the same command with --resume continues from there"
+        )
+
     try:
-        with bar("answering", len(selected), answered) as advance:
+        with interruptible(describe_interruption), bar("answering", len(selected), answered) as advance:
             for count in unfinished.answer(answers, selected, answering, source.folder, batch, warn):
                 answered += count
                 for _ in range(count):
                     advance()
-    except KeyboardInterrupt as interruption:
-        err.print(
-            f"interrupted after {answered} of {len(selected)} images; their answers are in {unfinished.path}\n"
-            "  the same command with --resume continues from there",
-            markup=False,
-        )
-        raise typer.Exit(143 if interruption.args else 130) from None
     finally:
         generator.close()
     greedy = _write(to, source, selected, answers, options)

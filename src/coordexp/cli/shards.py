@@ -2,19 +2,18 @@
 
 import os
 import shutil
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import JsonOption, bar, err, out, progress, sanitize
+from coordexp.cli.console import JsonOption, bar, err, interruptible, out, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
-    from coordexp.data.shards import Shard
+    from coordexp.data.shards import Manifest, Shard
     from coordexp.detect.shards import PredictionJob
 
 SHARDS_PER_WORKER = 8  # so that workers of different speed end together
@@ -56,35 +55,35 @@ def merge(
     """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`."""
     from coordexp.data.shards import read_finished
 
-    is_doctor = read_finished(folder)[0].command == "doctor"
+    manifests = read_finished(folder)
+    is_doctor = manifests[0].command == "doctor"
     if is_doctor and to is not None:
         raise UserError("--out has no effect for shards of `data doctor`", "leave it out, or add --json")
     if not is_doctor and (to is None or as_json):
         raise UserError("the answers of shards are written to files", "give --out preds.json, without --json")
     if to is not None:
-        merge_predictions(folder, to)
+        merge_predictions(folder, manifests, to)
         return
     from coordexp.cli.data import show_report
     from coordexp.data.doctor.shards import merge_facts
 
-    first, report = merge_facts(folder)
-    show_report(report, first.request["max_length"], as_json)
+    show_report(merge_facts(folder, manifests), manifests[0].request["max_length"], as_json)
 
 
-def merge_predictions(folder: Path, to: Path) -> None:
+def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:
     """Write the predictions of all shards, and say what is in them. Raise UserError if most images are missing."""
-    from coordexp.data.shards import read_finished
     from coordexp.detect.predicting import refuse_leftovers
-    from coordexp.detect.shards import merge_answers
+    from coordexp.detect.shards import merge_shards
 
-    refuse_leftovers(to, samples=bool(read_finished(folder)[0].request.get("samples")), records=True)
+    request = manifests[0].request
+    refuse_leftovers(to, samples=bool(request.get("samples")), records=True)
     with progress(f"joining {folder}") as show:
-        first, counts = merge_answers(folder, to, show)
+        counts = merge_shards(folder, manifests, to, show)
     out.print(f"{counts['objects']} objects in {counts['images']} images: {to}", markup=False)
-    if "dedup" in first.request:
+    if "dedup" in request:
         out.print(f"{counts['dropped']} objects dropped as duplicates")
     if counts["truncated"]:
-        err.print(f"{counts['truncated']} answers were cut off at {first.request['max_new_tokens']} tokens")
+        err.print(f"{counts['truncated']} answers were cut off at {request['max_new_tokens']} tokens")
     report_unreadable(counts["unreadable"], counts["images"])
 
 
@@ -107,13 +106,10 @@ def predict_shard(job: "PredictionJob", shard: "Shard") -> None:
     with progress("loading"):
         predictor = ShardPredictor(job, warn)
     images = len(shard.cut(predictor.images, job.batch))
-    signal.signal(signal.SIGTERM, interrupt)
+    interrupted = "interrupted; the same command goes on with this shard"
     try:
-        with bar(f"answering shard {shard}", images) as advance:
+        with interruptible(lambda: interrupted), bar(f"answering shard {shard}", images) as advance:
             is_new = predictor(shard.number, advancing(advance))
-    except KeyboardInterrupt as interruption:
-        err.print("interrupted; the same command goes on with this shard")
-        raise typer.Exit(143 if interruption.args else 130) from None
     finally:
         predictor.close()
     done = f"{images} images answered" if is_new else "it was finished before"
@@ -124,7 +120,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     """Make all shards of a job with several processes, and join them. The folder of the shards stands beside the
     predictions, and is removed when they are complete."""
     from coordexp.data import RecordFile
-    from coordexp.data.shards import Shard, check_same_request, has_shards, manifest_path, survey
+    from coordexp.data.shards import Shard, check_same_request, has_shards, manifest_path, read_finished, survey
     from coordexp.detect.predicting import refuse_leftovers
     from coordexp.detect.shards import ShardPredictor, check_image_ids
     from coordexp.detect.workers import run_workers
@@ -150,18 +146,12 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
         check_same_request(manifest_path(job.folder, Shard(number, count)), manifest.request, predictor.request)
     numbers = [number for number in range(count) if number not in finished]
     before = sum(manifest.counts["images"] for manifest in finished.values())
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        with bar(f"answering with {len(places)} workers", predictor.images, before) as advance:
-            run_workers(replace(job, shards=count), numbers, places, advancing(advance), warn)
-    except KeyboardInterrupt as interruption:
-        err.print(
-            f"interrupted; the answers so far are in {job.folder}\n"
-            "  the same command with --resume continues from there",
-            markup=False,
-        )
-        raise typer.Exit(143 if interruption.args else 130) from None
-    merge_predictions(job.folder, to)
+    go_on = "the same command with --resume continues from there"
+    interrupted = f"interrupted; the answers so far are in {job.folder}\n  {go_on}"
+    message = f"answering with {len(places)} workers"
+    with interruptible(lambda: interrupted), bar(message, predictor.images, before) as advance:
+        run_workers(replace(job, shards=count), numbers, places, advancing(advance), warn)
+    merge_predictions(job.folder, read_finished(job.folder), to)
     shutil.rmtree(job.folder)
 
 
@@ -202,7 +192,3 @@ def advancing(advance: Callable[[], None]) -> Callable[[int], None]:
 
 def warn(problem: str) -> None:
     err.print(sanitize(problem), markup=False, style="yellow")
-
-
-def interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt(number)

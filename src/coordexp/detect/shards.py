@@ -7,7 +7,7 @@ answers a batch in the same way everywhere.
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from coordexp.data.shards import (
     finish,
     hash_content,
     is_finished,
-    read_finished,
     result_path,
 )
 from coordexp.detect.answering import API_KEY, Answering, AnswerOptions, AskedModel, Backend, Generator
@@ -146,14 +145,15 @@ class ShardPredictor:
         finish(job.folder, manifest, content)
 
 
-def merge_answers(folder: Path, to: Path, notify: Callable[[str], None] = ignore) -> tuple[Manifest, Counter[str]]:
-    """Write the predictions of all shards to `to` and the files beside it. Return the manifest of the first shard,
-    and the counts of all shards. Records and answers are read one by one. Raise DataError if a shard is not
-    finished, if the shards do not belong together, or if the data have changed."""
+def merge_shards(
+    folder: Path, manifests: Sequence[Manifest], to: Path, notify: Callable[[str], None] = ignore
+) -> Counter[str]:
+    """Write the predictions of all shards to `to` and the files beside it, and return the counts of all shards.
+    `manifests` are those of `read_finished`. Records and answers are read one by one. Raise DataError if the data
+    have changed."""
     from coordexp.evaluate.answer import parse_answer
     from coordexp.evaluate.predictions import answers_path, read_checked, samples_path, to_detections, to_json
 
-    manifests = read_finished(folder)
     first, counts = manifests[0], Counter[str]()
     records = RecordFile(Path(first.data), notify)
     if records.sha256 != first.request["data"]:
@@ -181,7 +181,7 @@ def merge_answers(folder: Path, to: Path, notify: Callable[[str], None] = ignore
                     write(f"{separator}{to_json(detection.as_dict())}")
                     separator = ",\n"
         write("[]\n" if separator == "[" else "]\n")
-    return first, counts
+    return counts
 
 
 def check_image_ids(records: RecordFile) -> None:

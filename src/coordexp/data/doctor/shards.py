@@ -14,7 +14,6 @@ from coordexp.data.shards import (
     finish,
     hash_content,
     is_finished,
-    read_finished,
     result_path,
 )
 
@@ -38,11 +37,9 @@ def examine_shard(path: Path, folder: Path, shard: Shard, request: dict[str, Any
     return True
 
 
-def merge_facts(folder: Path) -> tuple[Manifest, DataReport]:
-    """Return the manifest of the first shard, and the report about the whole file. Raise DataError unless all
-    shards are finished and belong together."""
-    manifests = read_finished(folder)
-    return manifests[0], conclude(Path(manifests[0].data), _read_facts(folder, manifests))
+def merge_facts(folder: Path, manifests: list[Manifest]) -> DataReport:
+    """Return the report about the whole file. `manifests` are those of `read_finished`."""
+    return conclude(Path(manifests[0].data), _read_facts(folder, manifests))
 
 
 def _read_facts(folder: Path, manifests: list[Manifest]) -> Iterator[tuple[int, Facts]]:
