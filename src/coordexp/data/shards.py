@@ -66,8 +66,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a finished shard did. `begin` and `end` are its part of the data: the numbers of records, or bytes.
-    `request` has everything that decided the result, and `sha256` is the hash of the result."""
+    """Describes a finished shard and its result. `begin` and `end` bound its part of the data, in records or in
+    bytes. `request` has everything that decided the result, and `sha256` is the hash of the result."""
 
     command: Literal["predict", "doctor"]
     shard: int

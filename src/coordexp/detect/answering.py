@@ -114,8 +114,8 @@ class AnswerOptions:
 
 @dataclass(frozen=True)
 class AskedModel:
-    """What asking a model needs of its folder, without its weights: how its answers are written, the questions of
-    its training, and its prompts."""
+    """The parts of a model's folder that are needed to ask it, without its weights: the format of its answers, the
+    questions of its training, and its prompts."""
 
     folder: Path
     answer_format: "AnswerFormat"

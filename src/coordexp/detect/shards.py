@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PredictionJob:
-    """What every process that makes shards has to know. It can be sent to another process."""
+    """The model, data and settings of a prediction in shards. It can be sent to another process."""
 
     model: Path
     data: Path

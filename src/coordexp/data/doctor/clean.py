@@ -28,8 +28,8 @@ Removal = tuple[str, int, str]  # what was dropped, the line, and the detail
 
 @dataclass
 class Cleaned:
-    """What is left of a part of a file, or of the whole, and what was dropped. Lines are numbered from 1 in each
-    part. `changed` are the records that lost some of their objects."""
+    """Counts of what stays of a part of a file, or of the whole, and what was dropped. Lines are numbered from
+    1 in each part. `changed` are the records that lost some of their objects."""
 
     records: int = 0
     objects: int = 0
