@@ -1,7 +1,7 @@
 """The part of a training step that makes examples, as the trainer runs it, for records that a test chooses."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -34,16 +34,8 @@ class RolloutStep:
 
     @property
     def encoder(self) -> Encoder:
-        seed = 17
-        return Encoder(
-            self.training_set,
-            self.settings,
-            seed,
-            self.rank,
-            self.metrics,
-            self.b_ratio,
-            self.watch,
-        )
+        training_set = replace(self.training_set, settings=self.settings)
+        return Encoder(training_set, 17, self.rank, self.metrics, self.b_ratio, self.watch)
 
     def on(self, stream: object) -> OptimizerStep:
         """Return the step of a stream. It cannot be trained."""

@@ -105,6 +105,30 @@ def test_an_empty_answer_is_corrected_to_the_ground_truth_under_every_policy(voc
         np.testing.assert_array_equal(getattr(segments[1], name), expected)
 
 
+@examples(100)
+@given(st.sampled_from(VOCABULARIES), seeds)
+def test_the_closing_weight_changes_the_weight_of_the_closing_brace_and_nothing_else(vocabulary, seed):
+    chooser = random.Random(seed)
+    truth = random_truth(chooser)
+    ids = random_rollout(chooser, truth, table(vocabulary))
+    plain, weighted = [
+        correct(
+            PROMPT,
+            ids,
+            truth,
+            table=table(vocabulary),
+            order="desc_first",
+            settings=RolloutMatching(correction=policy),
+        )
+        for policy in (CorrectionPolicy(), CorrectionPolicy(closing_weight=0.25))
+    ]
+    assert weighted.rebuilt is None
+    assert weighted.segment.ids.tolist() == plain.segment.ids.tolist()
+    different = np.flatnonzero(weighted.segment.weights != plain.segment.weights) - len(plain.segment)
+    assert different.tolist() == [-2]
+    assert weighted.segment.weights[-2] == 0.25
+
+
 @pytest.mark.scenario("R19.C10", on="pure")
 @examples(400)
 @given(st.sampled_from(VOCABULARIES), st.binary(max_size=60))

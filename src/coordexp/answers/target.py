@@ -304,7 +304,8 @@ def _make_segment(
     policy: CorrectionPolicy,
     table: VocabularyTable,
 ) -> Segment:
-    """Return the segment of the answer. What has a loss, and which, is decided here and nowhere else."""
+    """Return the segment of the answer, with the role, target and weight of each token. The losses of the run then
+    choose positions by these."""
     ids = np.array([*prompt_ids, *answer.ids, table.end_of_turn], dtype=np.int64)
     start, tail_start = len(prompt_ids), len(prompt_ids) + answer.own_tokens
     kinds, roles, sides = (np.zeros(len(ids), dtype=np.int8) for _ in range(3))

@@ -213,9 +213,9 @@ class CorrectionPolicy(SettingsSection):
 
     @property
     def is_specified(self) -> bool:
-        """Return whether the answer is kept as it is, which is the specified target."""
-        chosen = (self.duplicates, self.extras, self.insertion, self.supervise, self.closing_weight)
-        return chosen == ("keep", "keep", "append", "missed", 1.0)
+        """Return whether the answer is kept as it is and only continued, as specified."""
+        policy = (self.duplicates, self.extras, self.insertion, self.supervise)
+        return policy == ("keep", "keep", "append", "missed")
 
 
 class RolloutChoice(SettingsSection):

@@ -40,6 +40,9 @@ class Measure:
 class TermSpec:
     """A term of a module. `weight` is the name of the setting with its weight, or None for a diagnostic.
 
+    `roles` are the positions that it is computed at: the vocabulary projection skips what no active term names,
+    and positions of weight 0. Its sum is divided by the number of tokens of `kinds`.
+
     A diagnostic may belong to another term of its module, `part_of`. It is then computed with that term only, and
     is divided by the same number of positions."""
 
@@ -241,6 +244,8 @@ COORD_REG = ModuleKind(
     {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
     | {"text_gate": _text_term("text_gate_weight"), "soft_kl": _coord_term(None, part_of="soft_ce")},
 )
+# It reads the marks of duplicates, which stand at tokens of any role. Every answer has one end of turn, so the sum
+# is divided by the number of answers.
 DUPLICATE_UL = ModuleKind(
     duplicate_ul, {"ul": TermSpec("ul_weight", frozenset(), frozenset({TokenKind.end_of_turn}))}
 )

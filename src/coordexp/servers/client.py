@@ -34,7 +34,7 @@ Health = Literal["ok", "refused", "silent", "failed"]
 
 
 class ServerLost(EngineError):
-    """The server is gone or has no weights. It may be asked again only after a full sync."""
+    """The server is gone or has no weights. It may be asked again only after a sync of the current version."""
 
 
 class ErrorResponse(EngineError):

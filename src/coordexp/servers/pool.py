@@ -2,7 +2,7 @@
 network or clock.
 
 A server may be asked only while it has the weights of the pool's version. A server that failed is out, with the
-reason. It rejoins only by a full sync of the version that is current then.
+reason. It rejoins only when a sync has given it the version that is current then.
 """
 
 from collections import deque

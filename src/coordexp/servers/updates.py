@@ -225,4 +225,4 @@ def no_weights() -> Refusal:
 
 
 _PORT = "group_port of the config must be free on the server's machine and open to the learner's"
-_SYNC = "a full sync brings it back: the learner does that by itself at its next step"
+_SYNC = "the next sync brings it back: the learner does that by itself at its next step"

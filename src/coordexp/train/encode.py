@@ -243,7 +243,6 @@ class Encoder:
     for Stage 1, 1 for Stage 2, in between for both channels in turn. `seed` is the seed of the run."""
 
     training_set: TrainingSet
-    rollout_matching_cfg: RolloutMatching
     seed: int
     rank: int
     metrics: StepMetrics
@@ -257,7 +256,7 @@ class Encoder:
     @property
     def uses_noise(self) -> bool:
         """True if labels with random mistakes stand for rollouts, and no model is asked."""
-        return self.rollout_matching_cfg.noise.enabled
+        return self.training_set.settings.noise.enabled
 
     def prepare(self, plan: StepPlan) -> list[MicroBatch]:
         """Read the samples of a step and, on channel B, make the requests for their rollouts."""
@@ -270,7 +269,7 @@ class Encoder:
         samples = tuple(self.training_set.read(index, at.step) for index in records)
         if not self.takes_rollouts(at.step):
             return MicroBatch(at, samples)
-        decode = Decode.of(self.rollout_matching_cfg)
+        decode = Decode.of(self.training_set.settings)
         # Seeds are numbered by rounds, so that the first request of a sample has the same seed with one rollout
         # per sample and with several.
         return MicroBatch(
@@ -285,7 +284,7 @@ class Encoder:
                 )
                 for k, sample in enumerate(samples)
                 if isinstance(sample, TrainingSample)
-                for round in range(self.rollout_matching_cfg.rollouts_per_sample)
+                for round in range(self.training_set.settings.rollouts_per_sample)
             ),
         )
 
@@ -303,7 +302,7 @@ class Encoder:
     def make_noisy_rollouts(self, batches: Sequence[MicroBatch]) -> list[Rollout]:
         """Return a rollout that no model wrote for each sample, which has one request: the labels with random
         mistakes."""
-        table, order, noise = self.training_set.table, self.training_set.order, self.rollout_matching_cfg.noise
+        table, order, noise = self.training_set.table, self.training_set.order, self.training_set.settings.noise
         rollouts = []
         for batch in batches:
             for sample, request in zip(batch.asked, batch.requests, strict=True):
@@ -313,7 +312,7 @@ class Encoder:
 
     def _correct_rollouts(self, batch: MicroBatch, rollouts: Sequence[Rollout]) -> list[Example]:
         """Channel B: return an example per sample: the rollout that is chosen, corrected."""
-        per_sample = self.rollout_matching_cfg.rollouts_per_sample
+        per_sample = self.training_set.settings.rollouts_per_sample
         examples, begin = list[Example](), 0
         with self.metrics.measure("correct"):
             for k, sample in enumerate(batch.samples):

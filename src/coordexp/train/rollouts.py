@@ -173,7 +173,7 @@ class RolloutSource:
     def _read_step(self, saved: dict[str, Any]) -> PlannedStep:
         plan = StepPlan(saved["step"], tuple(map(tuple, saved["records"])))
         step = self._prepare(plan)
-        per_sample = self.encoder.rollout_matching_cfg.rollouts_per_sample
+        per_sample = self.encoder.training_set.settings.rollouts_per_sample
         prompts = [
             sample.prompt_ids for batch in step.batches for sample in batch.asked for _ in range(per_sample)
         ]

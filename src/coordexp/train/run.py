@@ -236,7 +236,6 @@ class Assembly:
             b_ratio = Fraction("B" in settings.channels)
         return Encoder(
             self.training_set,
-            self.contract,
             settings.training.seed,
             self.rank,
             self.metrics,

@@ -53,7 +53,7 @@ def question(sample):
 
 
 def make_encoder(samples, b_ratio=1, max_staleness=0):
-    return Encoder(samples, samples.settings, 17, 0, StepMetrics(), Fraction(b_ratio), max_staleness=max_staleness)
+    return Encoder(samples, 17, 0, StepMetrics(), Fraction(b_ratio), max_staleness=max_staleness)
 
 
 def test_both_kinds_of_records_are_read_from_one_file(tmp_path):

@@ -82,6 +82,6 @@ def test_absent_classes_come_from_the_data_set_of_the_record(tmp_path):
 
 def test_a_request_for_rollouts_has_the_question_of_its_sample(tmp_path):
     samples = make_set([write(tmp_path / "a.jsonl", [(DESCS, {}), (DESCS, {"expression": "the left cup"})])])
-    encoder = Encoder(samples, RolloutMatching(rollouts_per_sample=1), 0, 0, StepMetrics())
+    encoder = Encoder(samples, 0, 0, StepMetrics())
     batch = encoder.prepare_micro_step(StepIndex(4, 0), (0, 1))
     assert [request.question for request in batch.requests] == [None, "Detect the left cup."]

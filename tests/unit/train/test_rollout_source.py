@@ -91,9 +91,7 @@ class Learner:
         order = SampleOrder(len(training_set), 0, 1, seed=3, shuffled=True)
         buffer = CarryBuffer(room, 50) if room else None
         self.stream = RowStream(order, 2, buffer, max_length=999, accumulation=2)
-        self.encoder = Encoder(
-            training_set, training_set.settings, 17, 0, self.metrics, b_ratio, max_staleness=max_staleness
-        )
+        self.encoder = Encoder(training_set, 17, 0, self.metrics, b_ratio, max_staleness=max_staleness)
         self.source = RolloutSource(
             self.stream, self.encoder, self.backend, no_weights, self.metrics, max_staleness, max_steps
         )
