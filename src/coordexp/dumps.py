@@ -84,12 +84,15 @@ def remove_from_step(folder: Path, step: int) -> None:
 
 
 class DumpedSample(Protocol):
-    """The part of a training sample that a dump needs: the number of its record, and its true objects."""
+    """The part of a training sample that a dump needs: the number of its record, its true objects, and the classes
+    that are labelled completely."""
 
     @property
     def index(self) -> int: ...
     @property
     def truth(self) -> tuple[TrueObject, ...]: ...
+    @property
+    def complete(self) -> tuple[str, ...]: ...
 
 
 class DumpedAnswers(Protocol):
@@ -167,6 +170,7 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
         order=dumped["order"],
         settings=RolloutMatching.model_validate(dumped["settings"]),
         agreed=None if agreed is None else _read_objects(agreed),
+        complete=dumped.get("complete", ()),
     )
     return list(_differences("result", dumped["result"], describe_correction(correction)))
 
@@ -277,6 +281,8 @@ class DumpWriter:
             "settings": self.settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
             "result": describe_correction(correction),
         }
+        if answered.sample.complete:
+            example["complete"] = answered.sample.complete
         if request.question:
             example["question"] = request.question
         if len(answered.rollouts) > 1:

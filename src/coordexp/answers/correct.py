@@ -8,7 +8,7 @@ costs no generation. If training on them helps as much, rollouts are not worth t
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,14 +136,23 @@ def correct(
     order: FieldOrder,
     settings: RolloutMatching,
     agreed: Sequence[TrueObject] | None = None,
+    complete: Collection[str] = (),
 ) -> Correction:
     """Return the correction of an answer, given the token ids of its prompt and the true objects of its image.
     `agreed` are objects without a label that several answers to the image have. It is None unless the rule of the
-    choice is `union`."""
+    choice is `union`. `complete` are the classes of which every object of the image is labelled."""
     parsed = parse_rollout(answer_ids, table)
     match = match_objects(parsed.shapes, [true.geometry for true in truth], settings)
     segment, rebuilt = build_target(
-        prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed
+        prompt_ids,
+        parsed,
+        match,
+        truth,
+        table=table,
+        order=order,
+        settings=settings,
+        agreed=agreed,
+        complete=complete,
     )
     return Correction(parsed, match, segment, rebuilt)
 

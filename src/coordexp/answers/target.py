@@ -23,7 +23,7 @@ encoded anew.
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -124,11 +124,14 @@ def build_target(
     order: FieldOrder,
     settings: RolloutMatching,
     agreed: Sequence[TrueObject] | None = None,
+    complete: Collection[str] = (),
 ) -> tuple[Segment, Rebuilt | None]:
     """Return the segment of the corrected answer, and what was changed, or None if the answer was only continued.
 
     `match` pairs `parsed.valid` with `truth`. `agreed` are objects that no label has and several answers do: with
-    them, even if there are none, the answer is rebuilt under every policy."""
+    them, even if there are none, the answer is rebuilt under every policy. `complete` are the classes of which
+    every object is labelled: others of such a class are mistakes, so they are left out whenever an answer is
+    rebuilt."""
     policy, valid, shapes = settings.correction, parsed.valid, parsed.shapes
     is_kept = policy.is_specified and agreed is None
     duplicates: tuple[int, ...] = ()
@@ -137,8 +140,13 @@ def build_target(
             shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
         )
     extras = [i for i in match.false_positives if i not in duplicates]
-    confirmed, unseen = _match_agreed(shapes, extras, agreed or (), settings)
-    removed = tuple([i for i in extras if policy.extras == "remove" and i not in confirmed])
+    possible = [thing for thing in agreed or () if thing.desc not in complete]
+    confirmed, unseen = _match_agreed(shapes, extras, possible, settings)
+    removed: tuple[int, ...] = ()
+    if not is_kept:
+        removed = tuple(
+            i for i in extras if i not in confirmed and (policy.extras == "remove" or valid[i].desc in complete)
+        )
     items = _make_predicted_items(parsed, match, truth, {*duplicates, *removed}, confirmed, settings)
     items += [Item.insert(None, thing, is_supervised=settings.choice.pseudo_labels) for thing in unseen]
     items += [Item.insert(j, truth[j]) for j in match.missed]

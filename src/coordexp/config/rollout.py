@@ -198,7 +198,8 @@ class CorrectionPolicy(SettingsSection):
     """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
     IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""
     extras: Literal["keep", "remove"] = "keep"
-    """Objects that match no true object and are not duplicates: keep them without supervision, or remove them."""
+    """Objects that match no true object and are not duplicates: keep them without supervision, or remove them.
+    Those of a class that the record lists as `exhaustive` are removed with `keep`, too."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
     """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
     extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra
@@ -209,7 +210,8 @@ class CorrectionPolicy(SettingsSection):
     The coordinates of missed and matched objects are always supervised."""
     closing_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weight of the loss on the closing brace of an answer. With incomplete labels every answer teaches to close,
-    but only labelled objects to go on: a weight near the share of labelled objects restores the balance."""
+    but only labelled objects to go on: a weight near the share of labelled objects restores the balance. It also
+    holds for answers that are made from labels, as in Stage 1."""
 
     @property
     def is_specified(self) -> bool:

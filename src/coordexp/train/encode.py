@@ -67,7 +67,8 @@ class StepPlan:
 @dataclass(frozen=True)
 class TrainingSample:
     """A record in the form that training needs. `index` is its number in the data, from 0. `question` is that of a
-    request of its own, or one that was drawn for it."""
+    request of its own, or one that was drawn for it. `complete` are the classes of which the record says that
+    every object is labelled."""
 
     index: int
     image: ImageRef
@@ -75,6 +76,7 @@ class TrainingSample:
     truth: tuple[TrueObject, ...]
     question: str | None = None
     data_set: int = 0
+    complete: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class TrainingSet:
         image, question = ImageRef.of(file, record), self._questions[data_set].ask(record)
         prompt_ids = self.prompts.ids(*image.size, image.path, question)
         own = question if question != self._questions_of_run.of_run else None
-        return TrainingSample(index, image, tuple(prompt_ids), tuple(truth), own, data_set)
+        complete = record.exhaustive or ()
+        return TrainingSample(index, image, tuple(prompt_ids), tuple(truth), own, data_set, complete)
 
     def _read_chat(
         self, record: ChatRecord, file: RecordFile, place: str, index: int, data_set: int
@@ -341,6 +344,7 @@ class Encoder:
             order=order,
             settings=settings,
             agreed=choice.agreed,
+            complete=sample.complete,
         )
         mode = answered.requests[choice.index].decode.mode
         self.metrics.add(count_rollout(rollouts, choice, mode, correction, truth, at.step))

@@ -30,10 +30,12 @@ def write(*objects: TrueObject, first: int = 1) -> str:
     return "{" + ", ".join(entries) + "}"
 
 
-def corrected(text: str, truth: list[TrueObject], **policy) -> Correction:
+def corrected(text: str, truth: list[TrueObject], *, complete=(), agreed=None, **policy) -> Correction:
     settings = RolloutMatching(correction=CorrectionPolicy(**policy))
     ids = encode(text, QWEN)
-    return correct(PROMPT, ids, truth, table=QWEN, order="desc_first", settings=settings)
+    return correct(
+        PROMPT, ids, truth, table=QWEN, order="desc_first", settings=settings, agreed=agreed, complete=complete
+    )
 
 
 def text_of(correction: Correction) -> str:
@@ -156,3 +158,21 @@ def test_copies_of_one_duplicate_are_marked_once(vocabulary):
         PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
     ).segment
     assert (segment.unlikely >= 0).sum() == 1
+
+
+def test_an_extra_of_a_class_that_is_labelled_completely_is_left_out_and_others_are_kept():
+    extra_cup, lamp = box("cup", 700, 700), box("lamp", 300, 500)
+    written = write(CUP, extra_cup, lamp, DOG, CAT)
+    correction = corrected(written, TRUTH, complete=("cup", "dog"), supervise="matched")
+    assert text_of(correction) == write(CUP, lamp, DOG, CAT)
+    assert correction.rebuilt.removed_extras == (1,)
+    assert text_of(corrected(written, TRUTH, supervise="matched")) == written
+    specified = corrected(written, TRUTH, complete=("cup",))
+    assert specified.rebuilt is None
+    assert text_of(specified) == written
+
+
+def test_answers_that_agree_on_an_object_do_not_outweigh_the_statement_that_its_class_is_complete():
+    extra_cup, lamp = box("cup", 700, 700), box("lamp", 300, 500)
+    correction = corrected(write(*TRUTH, extra_cup), TRUTH, complete=("cup",), agreed=[extra_cup, lamp])
+    assert text_of(correction) == write(*TRUTH, lamp)

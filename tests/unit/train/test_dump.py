@@ -4,12 +4,14 @@ import errno
 import json
 import logging
 import os
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from coordexp.config.rollout import RepeatTerminate
+from coordexp.data import RecordFile
 from coordexp.dumps import CORRECTION_SETTINGS, DumpFolder, remove_from_step, replay
 from coordexp.rollout.backend import request_seed
 from coordexp.train.encode import StepIndex, takes_rollouts
@@ -65,6 +67,19 @@ def test_a_dump_of_several_rollouts_has_the_choice_and_comes_out_the_same(tmp_pa
     without = json.loads(line) | {"choice": choice | {"agreed": []}}
     assert replay(json.dumps(without), SMALL) != []
     assert dumps.find(example.id) == ("step-000000.jsonl", 0)
+
+
+def test_a_class_that_a_record_lists_as_exhaustive_has_no_extras_and_comes_out_the_same(tmp_path):
+    step, dumps = dumping(tmp_path, correction={"supervise": "matched"})
+    records = tmp_path / "train.jsonl"
+    records.write_text(records.read_text().replace('"space"', '"exhaustive": ["x"], "space"', 1))
+    step = replace(step, training_set=replace(step.training_set, records=RecordFile(records)))
+    step([0], StepIndex(0, 0))
+    (line,) = dumps.folder.path.joinpath("step-000000.jsonl").read_text().splitlines()
+    assert json.loads(line)["complete"] == ["x"]
+    assert json.loads(line)["result"]["rebuilt"]["removed_extras"] == [2]
+    assert replay(line, SMALL) == []
+    assert replay(json.dumps(json.loads(line) | {"complete": []}), SMALL) != []
 
 
 def test_a_line_says_what_was_asked_answered_and_made_of_it(tmp_path):
