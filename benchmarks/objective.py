@@ -102,7 +102,6 @@ def _supervision(count: int) -> Supervision:
         sides=torch.zeros(count, dtype=torch.int8),
         coord_targets=torch.where(coord, bins.float(), torch.nan),
         weights=torch.ones(count),
-        unlikely=torch.full((count,), -1),
         channels=torch.ones(count, dtype=torch.int8),
     )
 

@@ -39,7 +39,7 @@ from coordexp.data import Geometry, TrueObject
 
 SETTINGS = RolloutMatching()
 DEAREST = RolloutMatching(
-    correction=CorrectionPolicy(duplicates="unlikelihood", insertion="in_order", supervise="matched_with_desc")
+    correction=CorrectionPolicy(duplicates="remove", insertion="in_order", supervise="matched_with_desc")
 )
 SIZES = (10, 60, 500)
 DESCS = ("red cup", "a man in a blue shirt", "dog", "traffic light", "left-most window of the house")

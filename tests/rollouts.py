@@ -139,10 +139,6 @@ def check_rebuilt(
             replaced = policy.supervise == "matched_with_desc" and item.true is not None
             assert item.desc == (truth[item.true].desc if replaced else valid[item.predicted].desc)
     _check_roles_of_items(segment, again, items, policy, table)
-    marked = segment.unlikely >= 0
-    assert not marked.any() or policy.duplicates == "unlikelihood"
-    assert (segment.unlikely[marked] != segment.ids[marked]).all()
-    assert not marked[: len(PROMPT)].any()
 
 
 def _check_items(items: Any, truth: list[TrueObject], policy: CorrectionPolicy, rebuilt: Any, valid: int) -> None:

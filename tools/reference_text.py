@@ -69,7 +69,6 @@ METRICS = {
     "coord_reg/text_gate": "-log of the probability of all other tokens, where text stands",
     "bbox_geo/smoothl1": "smooth L1 loss of boxes that are decoded as expectations",
     "bbox_geo/ciou": "complete IoU loss of boxes that are decoded as expectations",
-    "duplicate_ul/ul": "unlikelihood of the tokens that would begin a duplicate",
     "number_ce/ce": "cross entropy of the digits of native answers",
     "chat_ce/answer_ce": "cross entropy of the answers of chat records",
     "coord_diag/entropy": "entropy of the distribution over bins",

@@ -106,10 +106,6 @@ VARIANTS: dict[str, Settings] = {
     | SLOW
     | IN_ORDER
     | {f"{CORRECTION}.duplicates": "keep", f"{CORRECTION}.supervise": "missed"},
-    "in-order-unlikelihood": ALONE
-    | SLOW
-    | IN_ORDER
-    | {f"{CORRECTION}.duplicates": "unlikelihood", "objective.duplicate_ul.ul_weight": 1.0},
     "in-order-desc": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.supervise": "matched_with_desc"},
     "in-order-no-extras": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.extras": "remove"},
     "in-order-two-channel": TWO_CHANNELS | FAST | IN_ORDER,

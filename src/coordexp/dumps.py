@@ -149,7 +149,6 @@ def describe_correction(correction: "Correction") -> dict[str, Any]:
             "removed_extras": list(rebuilt.removed_extras),
             "moved": list(rebuilt.moved),
             "own_tokens": rebuilt.own_tokens,
-            "unlikely": {str(at): int(segment.unlikely[at]) for at in np.flatnonzero(segment.unlikely >= 0)},
         }
     return result
 

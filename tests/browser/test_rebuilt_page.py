@@ -30,7 +30,7 @@ SETTINGS = {
     "decoding": {"temperature": 0.7},
     "choice": {"rule": "union"},
     "correction": {
-        "duplicates": "unlikelihood",
+        "duplicates": "remove",
         "extras": "remove",
         "insertion": "reading_order",
         "supervise": "matched",
@@ -82,17 +82,6 @@ def test_a_token_of_an_added_object_highlights_it_and_one_of_a_moved_object_both
     assert page.locator("#strip .token.bin.lit").count() == 12
     margins = page.locator(f'#strip .margin[data-owner="{ROOF_OWNER}"]').all_inner_texts()
     assert margins[0] == "moved below" and margins[1].startswith("matched")
-
-
-def test_a_token_says_which_one_should_be_unlikely_in_its_place(page: Page) -> None:
-    token = page.locator("#strip .token.unlikely")
-    expect(token).to_have_count(1)
-    title = token.get_attribute("title")
-    assert title and title.startswith("should be unlikely here: ")
-    token.click()
-    expect(page.locator("#detail")).to_contain_text("should be unlikely here")
-    expect(page.locator("#detail code")).to_have_text(title.removeprefix("should be unlikely here: "))
-    expect(page.locator("#roles")).to_contain_text("unlikely token")
 
 
 def test_the_answers_that_were_not_chosen_are_there_as_text_when_they_are_asked_for(page: Page) -> None:

@@ -116,7 +116,7 @@ def resuming_with_another(folder, changes):
 def make_example(length):
     streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
     floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
-    segment = Segment(np.zeros(length, int), **streams, **floats, unlikely=np.full(length, -1), prompt_length=1)
+    segment = Segment(np.zeros(length, int), **streams, **floats, prompt_length=1)
     return Example(segment, "a.png", (8, 8), "A")
 
 

@@ -52,8 +52,7 @@ class Segment:
     """A training sequence: arrays with one value per token.
 
     `coord_targets` is NaN where no coordinate is supervised, and `weights` is 0 where nothing is. `sides` is 1
-    to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere. `unlikely` is the id of a token that the model
-    should not write in place of this one, because it would begin a duplicate, and -1 where there is none.
+    to 4 at x1, y1, x2, y2 of a supervised box, and 0 elsewhere.
     """
 
     ids: NDArray[np.int64]
@@ -62,7 +61,6 @@ class Segment:
     sides: NDArray[np.int8]
     coord_targets: NDArray[np.float32]
     weights: NDArray[np.float32]
-    unlikely: NDArray[np.int64]
     prompt_length: int
 
     def __len__(self) -> int:
@@ -94,7 +92,6 @@ def make_plain_segment(
         sides=np.zeros(len(ids), dtype=np.int8),
         coord_targets=np.full(len(ids), np.nan, dtype=np.float32),
         weights=(roles > Role.masked_prefix).astype(np.float32),
-        unlikely=np.full(len(ids), -1, dtype=np.int64),
         prompt_length=prompt_length,
     )
 

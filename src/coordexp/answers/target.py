@@ -21,7 +21,7 @@ kept as long as they spell the rebuilt answer, object by object; from the first 
 encoded anew.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,9 +153,6 @@ def build_target(
     items = _order_items(items, policy)
     answer = (_continue_answer if is_kept else _rewrite_answer)(parsed, items, order, table)
     segment = _make_segment(prompt_ids, parsed, answer, items, policy, table)
-    if policy.duplicates == "unlikelihood":
-        entries = [(i, TrueObject(str(valid[i].desc), shapes[i])) for i in duplicates]
-        _mark_unlikely(segment, answer, items, entries, order, table)
     return segment, None if is_kept else Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
 
 
@@ -344,7 +341,7 @@ def _make_segment(
 
     weights = (roles >= Role.matched_coord).astype(np.float32)
     weights[start:-1][owners == len(parts) - 1] *= policy.closing_weight
-    return Segment(ids, roles, kinds, sides, targets, weights, np.full(len(ids), -1, dtype=np.int64), start)
+    return Segment(ids, roles, kinds, sides, targets, weights, start)
 
 
 def _roles_of_text(policy: CorrectionPolicy) -> NDArray[np.int8]:
@@ -356,40 +353,3 @@ def _roles_of_text(policy: CorrectionPolicy) -> NDArray[np.int8]:
     if policy.supervise == "matched_with_desc":
         roles[Part.matched, TokenKind.desc] = Role.tail_desc
     return roles
-
-
-def _mark_unlikely(
-    segment: Segment,
-    answer: _Answer,
-    items: Sequence[Item],
-    duplicates: Sequence[tuple[int, TrueObject]],
-    order: FieldOrder,
-    table: VocabularyTable,
-) -> None:
-    """For each duplicate, mark the first token at which it would differ from the rebuilt answer, had the model
-    written it behind the object that it followed. Here that is the cup, and `cup` becomes unlikely at `lamp`:
-
-        the answer       ... "object_1": {"desc": "cup", ...}, "object_2": {"desc": "lamp", ...
-        the duplicate                                        , "object_2": {"desc": "cup", ...
-                                                             ^ `end`                 ^ marked
-
-    Of several duplicates at one token, the first is marked. A supervised coordinate gets no mark: its own loss
-    says which bins are right there, and the bin of the duplicate may be one of them.
-    """
-    text, bounds = b"{" + answer.fragment.text, answer.bounds
-    places = sorted((item.predicted, k) for k, item in enumerate(items, 1) if item.predicted is not None)
-    for i, duplicate in duplicates:
-        before = bisect_left(places, (i, 0))
-        place = places[before - 1][1] if before else 0
-        end = bounds[place]
-        entry = serialise([duplicate], after=text[:end], first_number=place + 1, order=order, table=table)
-        # The token in which the object ends may also begin the next one, so it is compared as a whole.
-        first = int(np.searchsorted(answer.ends, end, side="right"))
-        start = int(answer.ends[first - 1]) if first else 0
-        written = table.encode(text[start:end] + entry.text[: entry.ends[0]])
-        pairs = zip(written, answer.ids[first:], strict=False)
-        differing = next((k for k, (wrong, right) in enumerate(pairs) if wrong != right), None)
-        if differing is not None:
-            at = segment.prompt_length + first + differing
-            if segment.unlikely[at] < 0 and np.isnan(segment.coord_targets[at]):
-                segment.unlikely[at] = written[differing]

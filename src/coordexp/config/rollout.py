@@ -191,9 +191,8 @@ class CorrectionPolicy(SettingsSection):
     objects are appended. Under every other policy the answer is written anew from its first change on: its objects
     are renumbered, and those that are not valid are left out."""
 
-    duplicates: Literal["keep", "remove", "unlikelihood"] = "keep"
-    """Objects that repeat an earlier one of the same answer: keep them, remove them, or remove them and make them
-    less likely (unlikelihood, which needs the module `duplicate_ul`)."""
+    duplicates: Literal["keep", "remove"] = "keep"
+    """Objects that repeat an earlier one of the same answer: keep them, or remove them."""
     duplicate_iou: Annotated[float, Field(gt=0, le=1)] = 0.5
     """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
     IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""

@@ -143,14 +143,6 @@ def _check_objective(s: Settings, world: World) -> Conflicts:
             fix += "; if modules of other packages are all that you want, declare token_ce with enabled: false"
         problem = f"no weight of {names} supervises structure, names or coordinates of answers"
         yield Error(path, problem, fix)
-    duplicates = "rollout_matching.correction.duplicates"
-    is_asked_for = "B" in s.channels and s.rollout_matching.correction.duplicates == "unlikelihood"
-    if is_asked_for and not any(module.config.reads_unlikely and "B" in module.channels for module in active):
-        fix = f"declare duplicate_ul with a weight above 0 on channel B in {path}, or set duplicates: remove"
-        yield Error(duplicates, "unlikelihood needs the module duplicate_ul, and no active one is declared", fix)
-    if not is_asked_for and any(module.config.reads_unlikely and module.enabled for module in modules):
-        fix = f"remove or disable the module, or set {duplicates}: unlikelihood in a run with rollouts"
-        yield Error(path, "duplicate_ul has no effect: no token is marked as unlikely", fix)
 
 
 def _check_native_answers(s: Settings, world: World) -> Conflicts:

@@ -57,7 +57,6 @@ class ModuleSettings(SettingsSection):
     teaching: ClassVar[frozenset[str]] = frozenset()  # the weights that supervise a part of an answer
     answer_format: ClassVar[str | None] = None  # the only one in which it has an effect
     trains_chat: ClassVar[bool] = False  # on chat records, and on nothing else
-    reads_unlikely: ClassVar[bool] = False  # it uses the tokens that a correction marks as unlikely
 
     @property
     def masks_desc(self) -> bool:
@@ -116,15 +115,6 @@ class BBoxGeoConfig(ModuleSettings):
     """Weight of the smooth L1 loss on boxes decoded as expectations over the bins."""
     ciou_weight: NonNegativeFloat
     """Weight of the complete-IoU loss on boxes decoded as expectations over the bins."""
-
-
-class DuplicateULConfig(ModuleSettings):
-    """Unlikelihood of duplicates. It needs `rollout_matching.correction.duplicates: unlikelihood`."""
-
-    kind = "coordexp.objective.modules:DUPLICATE_UL"
-    reads_unlikely = True
-    ul_weight: NonNegativeFloat
-    """Weight of the unlikelihood of tokens that would begin a duplicate, per answer of the step."""
 
 
 class NumberCEConfig(ModuleSettings):
@@ -193,7 +183,6 @@ OWN: dict[str, type[ModuleSettings]] = {
     "token_ce": TokenCEConfig,
     "coord_reg": CoordRegConfig,
     "bbox_geo": BBoxGeoConfig,
-    "duplicate_ul": DuplicateULConfig,
     "number_ce": NumberCEConfig,
     "chat_ce": ChatCEConfig,
     "coord_diag": CoordDiagConfig,

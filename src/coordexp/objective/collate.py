@@ -41,7 +41,6 @@ class Supervision:
     sides: Tensor
     coord_targets: Tensor
     weights: Tensor
-    unlikely: Tensor
     channels: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Supervision":
@@ -151,11 +150,10 @@ class Collator:
         return inputs if image is None else inputs | dict(zip(_BY_IMAGE, image, strict=True))
 
     def _find_supervised(self, example: Example) -> np.ndarray:
-        """Return the indices of the segment's tokens that the objective uses: supervised ones, and those in whose
-        place another token should be unlikely."""
+        """Return the indices of the segment's tokens that the objective uses."""
         segment = example.segment
         is_supervised = np.isin(segment.roles, list(self.roles[example.channel])) & (segment.weights > 0)
-        tokens = np.flatnonzero(is_supervised | (segment.unlikely >= 0))
+        tokens = np.flatnonzero(is_supervised)
         if len(tokens) and tokens[0] < max(1, segment.prompt_length):
             raise ValueError(f"{example.name}: token {tokens[0]} is supervised and lies in the prompt")
         return tokens

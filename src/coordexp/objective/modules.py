@@ -140,15 +140,6 @@ def coord_diag(
     }
 
 
-def duplicate_ul(
-    config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
-) -> dict[str, Measure]:
-    """Unlikelihood, -log(1 - p), of the tokens that would begin a duplicate. The positions are those where one is
-    marked; the token that stands there may be supervised or not."""
-    here = allowed & (s.unlikely >= 0)
-    return {"ul": Measure(split.unlikelihood(here).sum(), here.sum())}
-
-
 def number_ce(
     config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
 ) -> dict[str, Measure]:
@@ -243,11 +234,6 @@ COORD_REG = ModuleKind(
     coord_reg,
     {name: _coord_term(f"{name}_weight") for name in ("coord_ce", "soft_ce", "w1", "coord_gate")}
     | {"text_gate": _text_term("text_gate_weight"), "soft_kl": _coord_term(None, part_of="soft_ce")},
-)
-# It reads the marks of duplicates, which stand at tokens of any role. Every answer has one end of turn, so the sum
-# is divided by the number of answers.
-DUPLICATE_UL = ModuleKind(
-    duplicate_ul, {"ul": TermSpec("ul_weight", frozenset(), frozenset({TokenKind.end_of_turn}))}
 )
 NUMBER_CE = ModuleKind(number_ce, {"ce": _coord_term("ce_weight")})
 CHAT_CE = ModuleKind(chat_ce, {"answer_ce": _token_term("answer_ce_weight", Role.answer, TokenKind.answer)})

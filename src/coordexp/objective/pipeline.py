@@ -104,13 +104,7 @@ class Objective:
         """Return how the logits of a row have to be split for the modules."""
         configs = [active.module.config for active in self.modules]
         others = {getattr(config, "temperature", 1.0) for config in configs} - {1.0}
-        has_unlikely = any(config.reads_unlikely for config in configs)
-        return SplitRequest(
-            supervision.ids,
-            supervision.unlikely if has_unlikely else None,
-            self.first_coord,
-            (1.0, *sorted(others)),
-        )
+        return SplitRequest(supervision.ids, self.first_coord, (1.0, *sorted(others)))
 
     def measure(self, split: Split, supervision: Supervision) -> dict[str, Measure]:
         """Return the sum and count of every term over one row, in the order of `terms`."""
@@ -153,8 +147,8 @@ class Objective:
 
     def _allow_positions(self, active: ActiveModule, s: Supervision) -> Tensor:
         """Return a mask of the positions that a module may use."""
-        allowed = _is_on_channel(active.channels, s) & ((s.weights > 0) | (s.unlikely >= 0))
-        if self._masked and not active.module.config.reads_unlikely:
+        allowed = _is_on_channel(active.channels, s) & (s.weights > 0)
+        if self._masked:
             allowed &= ~(_is_on_channel(self._masked, s) & (s.roles == Role.tail_desc))
         return allowed
 

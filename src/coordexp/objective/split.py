@@ -71,22 +71,20 @@ class VocabularySplit:
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """A request to split logits. `ids` are the tokens that follow the positions. `unlikely` has a token whose log
-    odds are needed, or -1, for each position, and is None if no position has one. `first_coord` is the id of bin
+    """A request to split logits. `ids` are the tokens that follow the positions. `first_coord` is the id of bin
     0, or None if the model has no coordinate tokens. The first of the temperatures is 1."""
 
     ids: Tensor
-    unlikely: Tensor | None
     first_coord: int | None
     temperatures: tuple[float, ...]
 
 
 class Split:
     """The split logits of a row, for the modules of an objective. They are one tensor, [positions, columns],
-    that a model can return in place of the logits. The columns are the three named below, then the log mass of
+    that a model can return in place of the logits. The columns are the two named below, then the log mass of
     text tokens at each temperature, then the coordinate tokens, if the model has them."""
 
-    TARGET, ODDS, BROKEN, LOG_TEXT = range(4)
+    TARGET, BROKEN, LOG_TEXT = range(3)
 
     def __init__(self, columns: Tensor, temperatures: tuple[float, ...]) -> None:
         self.columns, self.temperatures = columns, temperatures
@@ -101,11 +99,7 @@ class Split:
             for temperature in request.temperatures
         ]
         coord, target, broken = splits[0].coord, splits[0].target, splits[0].broken
-        odds = target.new_zeros(len(target))
-        if request.unlikely is not None:
-            here = torch.nonzero(request.unlikely >= 0)[:, 0]
-            odds = odds.index_put((here,), log_odds(logits[here], request.unlikely[here]))
-        others = (target, odds, broken.to(target), *(split.log_text for split in splits))
+        others = (target, broken.to(target), *(split.log_text for split in splits))
         return cls(torch.cat((torch.stack(others, 1), coord), 1), request.temperatures)
 
     def __call__(self, temperature: float) -> VocabularySplit:
@@ -124,10 +118,6 @@ class Split:
 
     def at(self, positions: slice | Tensor) -> "Split":
         return Split(self.columns[positions], self.temperatures)
-
-    def unlikelihood(self, here: Tensor) -> Tensor:
-        """Return -log(1 - p) of the unlikely tokens at the positions in `here`."""
-        return softplus(self.columns[here, self.ODDS])
 
 
 class SplittingHead:
@@ -163,17 +153,13 @@ class SplittingHead:
             return self._split(positions, request)[None]
         chunks = [slice(start, start + size) for start in range(0, len(positions), size)]
         parts = [
-            checkpoint(self._split, positions[at], _cut(request, at), {}, use_reentrant=False) for at in chunks
+            checkpoint(self._split, positions[at], replace(request, ids=request.ids[at]), {}, use_reentrant=False)
+            for at in chunks
         ]
         return torch.cat(parts)[None]
 
     def _split(self, hidden: Tensor, request: SplitRequest, sums: "dict[float, Sums] | None" = None) -> Tensor:
         return Split.of_logits(self._project(hidden), request, sums).columns
-
-
-def _cut(request: SplitRequest, positions: slice) -> SplitRequest:
-    unlikely = None if request.unlikely is None else request.unlikely[positions]
-    return replace(request, ids=request.ids[positions], unlikely=unlikely)
 
 
 class Sums(NamedTuple):
@@ -203,15 +189,6 @@ def split_vocabulary(
     of_logits = sums[temperature]
     coord, target, log_text = _Split.apply(logits, ids, coords, temperature, of_logits)
     return VocabularySplit(coord, target, log_text, of_logits.broken)
-
-
-def log_odds(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of the tokens `ids`, one for each row of `logits`. It compares each token with all
-    others, so it is exact, and has a gradient, even if the model is certain of the token."""
-    clean = _clamp(logits, is_clean=False)
-    chosen = clean.gather(1, ids[:, None])[:, 0]
-    others = clean.scatter(1, ids[:, None], -torch.inf).logsumexp(-1)
-    return chosen - others
 
 
 def _sum_up(logits: Tensor, coords: slice, temperature: float) -> Sums:

@@ -153,7 +153,6 @@ def show_sample(
         "prompt_tokens": result["prompt_length"],
         "tokens": tokens,
         "lines": strip.lines({obj["owner"]: obj["state"] for obj in reversed(objects)}),
-        "unlikely": strip.unlikely(),
         "trained": _show_trace(trained, strip) if trained else None,
     }
 
@@ -209,11 +208,6 @@ class Strip:
                 return "moved below" if self.answer.changes.get(owner) == "moved" else "rewritten below"
         iou = self.answer.pairs[owner][1] if owner in self.answer.pairs else None
         return LABELS.get(state, state) + ("" if iou is None else f" {iou:.2f}")
-
-    def unlikely(self) -> dict[int, int]:
-        """Return, by index in the strip, the tokens that should be unlikely there."""
-        marks = self.answer.rebuilt["unlikely"] if self.answer.rebuilt else {}
-        return {self.of_target(int(position) - self.prompt): id for position, id in marks.items()}
 
     def _insert_cut(self, values: Sequence[Any], filling: Any) -> list[Any]:
         return [*values[: self.prefix], *[filling] * self.cut, *values[self.prefix :]]

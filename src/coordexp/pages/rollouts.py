@@ -195,7 +195,7 @@ def _find_image_folder(run: Run) -> Path:
 def collect_pieces(samples: Iterable[dict[str, Any]], table: VocabularyTable) -> dict[str, str]:
     """Return the visible text of every token that the page shows and that is not a coordinate, by its id."""
     first, known = table.first_coord, len(table.pieces)
-    ids = {id for sample in samples for id in (*sample["tokens"]["ids"], *sample["unlikely"].values())}
+    ids = {id for sample in samples for id in sample["tokens"]["ids"]}
     return {
         str(id): make_visible(table.pieces[id]) if id < known else f"<id {id}>"
         for id in sorted(ids)

@@ -22,7 +22,7 @@ def test_the_answer_and_the_end_of_turn_are_supervised_and_the_prompt_is_not(voc
     assert set(segment.roles[:3]) == {Role.prompt} and set(segment.roles[3:]) == {Role.answer}
     assert set(segment.kinds[:3]) == {TokenKind.none} and set(segment.kinds[3:]) == {TokenKind.answer}
     assert segment.weights.tolist() == [0] * 3 + [1] * (len(segment) - 3)
-    assert np.isnan(segment.coord_targets).all() and not segment.sides.any() and (segment.unlikely == -1).all()
+    assert np.isnan(segment.coord_targets).all() and not segment.sides.any()
 
 
 @given(st.text(min_size=1, alphabet=st.characters(exclude_categories=("Cs",))))

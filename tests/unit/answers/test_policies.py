@@ -3,9 +3,6 @@ tests/property."""
 
 import json
 
-import numpy as np
-import pytest
-
 from coordexp.answers.correct import Correction, correct
 from coordexp.config import RolloutMatching
 from coordexp.config.rollout import CorrectionPolicy
@@ -112,52 +109,6 @@ def test_polygons_are_inserted_and_their_duplicates_removed():
     correction = corrected(write(CUP, leaf, again), truth, duplicates="remove", insertion="in_order")
     assert text_of(correction) == write(CUP, leaf, CAT)
     assert text_of(corrected(write(CUP, CAT), truth, insertion="in_order")) == write(CUP, leaf, CAT)
-
-
-def test_the_first_token_at_which_a_duplicate_differs_is_marked_as_unlikely():
-    again = box("cup", 5, 5)
-    correction = corrected(write(CUP, again, CAT), TRUTH, duplicates="unlikelihood", insertion="in_order")
-    segment = correction.segment
-    assert text_of(correction) == write(CUP, DOG, CAT)
-    (at,) = np.flatnonzero(segment.unlikely >= 0)
-    assert QWEN.text_of([int(segment.ids[at])]) == "dog"
-    assert QWEN.text_of([int(segment.unlikely[at])]) == "cup"
-
-
-def test_a_duplicate_at_the_end_is_marked_where_the_answer_should_have_been_closed():
-    correction = corrected(write(*TRUTH, box("cat", 105, 705)), TRUTH, duplicates="unlikelihood")
-    segment = correction.segment
-    (at,) = np.flatnonzero(segment.unlikely >= 0)
-    assert QWEN.text_of([int(segment.ids[at])]).endswith("}}")
-    assert QWEN.text_of([int(segment.unlikely[at])]).endswith(",")
-
-
-def test_a_duplicate_is_marked_behind_the_object_it_followed_also_if_that_was_moved():
-    correction = corrected(
-        write(CAT, CUP, box("cup", 5, 5)), TRUTH, duplicates="unlikelihood", insertion="reading_order"
-    )
-    segment = correction.segment
-    assert text_of(correction) == write(*TRUTH)
-    (at,) = np.flatnonzero(segment.unlikely >= 0)
-    assert QWEN.text_of([int(segment.ids[at])]) == "dog"
-
-
-def test_a_supervised_coordinate_has_no_mark_because_its_target_may_be_the_bin_of_the_duplicate():
-    below = box("cup", 10, 300)
-    truth = [CUP, box("cup", 5, 300)]
-    correction = corrected(write(CUP, box("cup", 5, 5), below), truth, duplicates="unlikelihood")
-    assert text_of(correction) == write(CUP, below)
-    assert (correction.segment.unlikely < 0).all()
-
-
-@pytest.mark.parametrize("vocabulary", ["qwen", "small"])
-def test_copies_of_one_duplicate_are_marked_once(vocabulary):
-    settings = RolloutMatching(correction=CorrectionPolicy(duplicates="unlikelihood"))
-    ids = encode(write(CUP, *[box("cup", 5, 5)] * 20), table(vocabulary))
-    segment = correct(
-        PROMPT, ids, [CUP, CAT], table=table(vocabulary), order="desc_first", settings=settings
-    ).segment
-    assert (segment.unlikely >= 0).sum() == 1
 
 
 def test_an_extra_of_a_class_that_is_labelled_completely_is_left_out_and_others_are_kept():

@@ -20,14 +20,6 @@ from tests.unit.config.trees import (
     stage2,
 )
 
-DUPLICATE_UL = {
-    "name": "duplicate_ul",
-    "enabled": True,
-    "weight": 1.0,
-    "channels": ["B"],
-    "config": {"ul_weight": 1.0},
-}
-
 
 def rollout(**changes):
     """Return a valid Stage 2 config with these changes under `rollout_matching`."""
@@ -47,11 +39,6 @@ def evaluating_with_vllm(**changes):
 def test_the_valid_configs_load_without_notes():
     for tree in (stage1(), stage2(), server_mode()):
         assert load(tree).notes == ()
-
-
-def test_unlikelihood_with_its_loss_is_accepted():
-    pipeline = {"objective": [TOKEN_CE, COORD_REG, DUPLICATE_UL], "diagnostics": []}
-    load(rollout(pipeline=pipeline, correction={"duplicates": "unlikelihood"}))
 
 
 @pytest.mark.scenario("R06.C3", on="pure")
@@ -90,16 +77,6 @@ def test_unlikelihood_with_its_loss_is_accepted():
             ),
             "training.per_device_train_batch_size",
             "at most 511",
-        ),
-        (
-            rollout(correction={"duplicates": "unlikelihood"}),
-            "rollout_matching.correction.duplicates",
-            "declare duplicate_ul",
-        ),
-        (
-            rollout(pipeline={"objective": [TOKEN_CE, COORD_REG, DUPLICATE_UL], "diagnostics": []}),
-            "rollout_matching.pipeline.objective",
-            "correction.duplicates: unlikelihood",
         ),
         (rollout(decode_mode="sampling"), "rollout_matching.decode_mode", "temperature above 0"),
         (

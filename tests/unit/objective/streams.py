@@ -31,7 +31,6 @@ def supervision(*entries: tuple[Role, float | int], channels: str | None = None)
             [float(v) if c else float("nan") for (_, v), c in zip(entries, coord, strict=True)]
         ),
         weights=torch.ones(len(entries)),
-        unlikely=torch.full((len(entries),), -1),
         channels=torch.tensor(["AB".index(c) for c in channels or "B" * len(entries)], dtype=torch.int8),
     )
 
@@ -61,4 +60,4 @@ TEMPERATURES = (1.0, 1.5, 2.0)
 
 
 def splitter(logits: torch.Tensor, s: Supervision) -> Split:
-    return Split.of_logits(logits, SplitRequest(s.ids, s.unlikely, FIRST, TEMPERATURES))
+    return Split.of_logits(logits, SplitRequest(s.ids, FIRST, TEMPERATURES))

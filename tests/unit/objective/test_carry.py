@@ -73,15 +73,14 @@ def example(seed: int) -> Example:
     streams = {name: maker.integers(0, 4, length).astype(np.int8) for name in ("roles", "kinds", "sides")}
     targets = np.where(maker.random(length) < 0.5, np.nan, maker.random(length) * 999).astype(np.float32)
     weights = maker.random(length).astype(np.float32)
-    unlikely = np.where(maker.random(length) < 0.2, maker.integers(0, 1000, length), -1)
     ids = maker.integers(0, 1000, length)
-    segment = Segment(ids, **streams, coord_targets=targets, weights=weights, unlikely=unlikely, prompt_length=2)
+    segment = Segment(ids, **streams, coord_targets=targets, weights=weights, prompt_length=2)
     id = None if seed % 3 == 0 else ExampleId(step=99, micro=0, rank=1, index=seed)
     return Example(segment, f"images/{seed}\u00e9.png", (seed + 1, 9), "AB"[seed % 2], id)
 
 
 def same(example: Example, other: Example) -> bool:
-    streams = ("ids", "roles", "kinds", "sides", "coord_targets", "weights", "unlikely")
+    streams = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
     equal = (
         np.array_equal(
             getattr(example.segment, name), getattr(other.segment, name), equal_nan=name == "coord_targets"

@@ -32,7 +32,6 @@ def example(channel: str = "B", **changes) -> Example:
         "sides": np.zeros(6, dtype=np.int8),
         "coord_targets": np.array([np.nan] * 4 + [7.5, np.nan], dtype=np.float32),
         "weights": np.array([0, 0, 0, 1, 1, 1], dtype=np.float32),
-        "unlikely": np.full(6, -1),
     }
     return Example(Segment(**(streams | changes), prompt_length=3), "a.png", (32, 32), channel)
 
@@ -88,16 +87,3 @@ def test_a_row_says_which_examples_it_holds_and_which_supervised_positions_are_t
         assert row.supervision.at(span.positions).ids.tolist() == examples[0].segment.ids[span.tokens].tolist()
         assert span.counts[[TokenKind.structure, TokenKind.coord]].tolist() == [2, 1]
     assert row.to(torch.device("cpu")).spans is row.spans
-
-
-def test_the_logits_of_a_masked_token_are_kept_if_another_should_be_unlikely_in_its_place():
-    masked = example(
-        roles=np.array([0, 0, 0, Role.tail_structure, Role.masked_prefix, Role.tail_structure], dtype=np.int8),
-        coord_targets=np.full(6, np.nan, dtype=np.float32),
-        weights=np.array([0, 0, 0, 1, 0, 1], dtype=np.float32),
-    )
-    marked = replace(masked, segment=replace(masked.segment, unlikely=np.array([-1, -1, -1, -1, 77, -1])))
-    assert collator()([masked]).inputs["logits_to_keep"].tolist() == [2, 4]
-    row = collator()([marked])
-    assert row.inputs["logits_to_keep"].tolist() == [2, 3, 4]
-    assert row.supervision.unlikely.tolist() == [-1, 77, -1]

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from coordexp.data import BINS
-from coordexp.objective.split import Split, SplitRequest, SplittingHead, log_odds, split_vocabulary
+from coordexp.objective.split import Split, SplitRequest, SplittingHead, split_vocabulary
 from tests.unit.objective.streams import FIRST, MIXED, MODULES, SIZE, random_logits, splitter
 
 COORDS = slice(FIRST, FIRST + BINS)
@@ -138,15 +138,6 @@ def test_logits_are_clamped_to_ten_thousand_and_nan_counts_as_zero():
     assert (of_broken.broken.sum().item(), of_mended.broken.sum().item()) == (4, 0)
 
 
-@pytest.mark.scenario("R38.S1", on="pure")
-@pytest.mark.parametrize("value", BROKEN)
-def test_the_log_odds_of_a_token_have_the_fences_of_the_gates(value):
-    broken, mended = random_logits(), random_logits()
-    instead = 0.0 if math.isnan(value) else max(-1e4, min(1e4, value))
-    broken[:, 7], mended[:, 7] = value, instead
-    assert torch.equal(log_odds(broken, IDS), log_odds(mended, IDS))
-
-
 @pytest.mark.parametrize("offset", [30.0, 3000.0])
 def test_a_common_offset_of_all_logits_costs_no_precision(offset):
     gradients = []
@@ -181,16 +172,14 @@ def run_head(monkeypatch, positions: int) -> tuple[torch.Tensor, ...]:
     monkeypatch.setattr("coordexp.objective.split.PROJECTED", positions * SIZE)
     model = FakeModel()
     head = SplittingHead(model)
-    unlikely = torch.full_like(IDS, -1)
-    unlikely[4], unlikely[6] = 1, FIRST + 30
     hidden = torch.randn(len(IDS), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     hidden.requires_grad_()
-    request = SplitRequest(IDS, unlikely, FIRST, (1.0, 2.0))
+    request = SplitRequest(IDS, FIRST, (1.0, 2.0))
     with head.splitting(request):
         split = Split(model(hidden), request.temperatures)
     warm, cold = split(2.0), split(1.0)
     values = cold.cross_entropy() + warm.coord_gate() + cold.coord.square().sum(-1)
-    ((values * torch.linspace(0.5, 2, len(IDS))).sum() + split.unlikelihood(unlikely >= 0).sum()).backward()
+    (values * torch.linspace(0.5, 2, len(IDS))).sum().backward()
     assert model(hidden).shape == (len(IDS), SIZE), "without a request, the head returns logits"
     return split.columns.detach(), hidden.grad, model.head.weight.grad
 
@@ -220,7 +209,7 @@ def test_chunks_keep_no_logits_for_the_backward_pass(monkeypatch):
     """Tensors as wide as the vocabulary are dropped before the backward pass, apart from the weights."""
     monkeypatch.setattr("coordexp.objective.split.PROJECTED", 5 * SIZE)
     model, kept = FakeModel(), []
-    request = SplitRequest(IDS, None, FIRST, (1.0,))
+    request = SplitRequest(IDS, FIRST, (1.0,))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tuple(tensor.shape))
@@ -229,5 +218,5 @@ def test_chunks_keep_no_logits_for_the_backward_pass(monkeypatch):
     hidden = torch.randn(len(IDS), 16, dtype=torch.float64, requires_grad=True)
     with SplittingHead(model).splitting(request), torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
         columns = model(hidden)
-    assert columns.shape == (len(IDS), BINS + 4)
+    assert columns.shape == (len(IDS), BINS + 3)
     assert not [shape for shape in kept if SIZE in shape and shape != tuple(model.head.weight.shape)]

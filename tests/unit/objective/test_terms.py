@@ -1,7 +1,6 @@
 """Each loss term is compared with an independent computation, and its gradient with finite differences."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,15 +9,13 @@ from scipy.stats import wasserstein_distance
 from torch.autograd import gradcheck
 
 from coordexp.answers.segment import Role
-from coordexp.config.sections import BBoxGeoConfig, CoordRegConfig, DuplicateULConfig, TokenCEConfig
+from coordexp.config.sections import BBoxGeoConfig, CoordRegConfig, TokenCEConfig
 from coordexp.data import BINS
-from coordexp.objective.collate import Supervision
 from coordexp.objective.modules import nearest_bin, soft_target, wasserstein
 from tests.unit.objective.streams import FIRST, MIXED, MODULES, random_logits, splitter, supervision
 
 COORD = ~torch.isnan(MIXED.coord_targets)
 CONFIGS = {
-    "duplicate_ul": DuplicateULConfig(ul_weight=1.0),
     "token_ce": TokenCEConfig(struct_ce_weight=1.0, desc_ce_weight=1.0, eos_ce_weight=1.0),
     "bbox_geo": BBoxGeoConfig(smoothl1_weight=1.0, ciou_weight=1.0),
     "coord_diag": None,
@@ -302,48 +299,3 @@ def test_diagnostics_describe_the_distribution():
         "coord_mass": (pytest.approx(1000 / 1010), 1),
         "text_coord_mass": (pytest.approx(1000 / 1010), 1),
     }
-
-
-def mark_unlikely(**tokens: int) -> Supervision:
-    """Return the mixed stream with tokens that should be unlikely, by position."""
-    unlikely = MIXED.unlikely.clone()
-    for position, token in tokens.items():
-        unlikely[int(position.removeprefix("at_"))] = token
-    return replace(MIXED, unlikely=unlikely)
-
-
-def test_the_unlikelihood_of_a_duplicate_is_that_of_its_first_token_over_the_full_vocabulary():
-    logits, s = random_logits(), mark_unlikely(at_4=1, at_6=FIRST + 30)
-    p = logits.softmax(-1)
-    measure = run("duplicate_ul", logits, s)["ul"]
-    assert float(measure.sum) == pytest.approx(-math.log(1 - p[4, 1]) - math.log(1 - p[6, FIRST + 30]), rel=1e-4)
-    assert int(measure.count) == 2
-
-
-def test_the_gradient_of_unlikelihood_is_that_of_finite_differences_and_lowers_the_marked_logit():
-    s = mark_unlikely(at_4=1, at_6=FIRST + 30)
-    logits = random_logits()
-
-    def loss(values):
-        return run("duplicate_ul", values, s)["ul"].sum
-
-    watched = logits.clone().requires_grad_()
-    gradient = torch.autograd.grad(loss(watched), watched)[0]
-    for position, token in ((4, 1), (6, FIRST + 30), (6, FIRST + 31), (4, 7)):
-        step = torch.zeros_like(logits)
-        step[position, token] = 1e-4
-        slope = (loss(logits + step) - loss(logits - step)) / 2e-4
-        assert float(gradient[position, token]) == pytest.approx(float(slope), rel=1e-3, abs=1e-9)
-    assert gradient[4, 1] > 0
-    assert gradient[0].abs().max() == 0
-
-
-def test_a_duplicate_that_the_model_is_certain_of_has_a_finite_loss_and_a_gradient():
-    logits = random_logits(dtype=torch.float32)
-    logits[4, 1] = 60.0
-    logits.requires_grad_()
-    loss = run("duplicate_ul", logits, mark_unlikely(at_4=1))["ul"].sum
-    loss.backward()
-    assert math.isfinite(loss.item())
-    assert torch.isfinite(logits.grad).all()
-    assert logits.grad[4, 1].item() == pytest.approx(1.0)

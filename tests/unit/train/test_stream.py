@@ -20,7 +20,7 @@ def order(records=10, rank=0, ranks=1, **options) -> SampleOrder:
 def example_of(length: int, index: int = 0) -> Example:
     streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
     floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
-    segment = Segment(np.full(length, index), **streams, **floats, unlikely=np.full(length, -1), prompt_length=1)
+    segment = Segment(np.full(length, index), **streams, **floats, prompt_length=1)
     return Example(segment, f"{index}.png", (8, 8), "A")
 
 

@@ -89,7 +89,7 @@ const ROLES = [
   ["cut", "removed", "broken, unfinished, or the closing brace, which is appended again and trained"],
   ["masked", "masked description", "added, but left out of the loss"],
 ];
-// In an answer that a correction policy rebuilt, some roles mean something else. The last one is not a role, but a mark.
+// In an answer that a correction policy rebuilt, some roles mean something else.
 const REBUILT_ROLES = [
   ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
   ROLES[1],
@@ -99,7 +99,6 @@ const REBUILT_ROLES = [
   ROLES[5],
   ["cut", "removed", "the answer from its first change on; what stays of it is written again below"],
   ["masked", "masked description", "left out of the loss"],
-  ["unlikely", "unlikely token", "another one, which would begin a duplicate here, is made less likely"],
 ];
 const [WRITTEN_COORD, ADDED_COORD, END_OF_TURN, CUT] = [2, 5, 6, 7];
 const LEFT_OUT = new Set(["duplicate", "removed"]);

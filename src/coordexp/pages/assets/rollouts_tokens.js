@@ -33,11 +33,6 @@ const strip = (() => {
       ariaLabel: `${text.trim() || "space"}, ${name}`,
       data: { i, owner: owner[i] },
     });
-    if (sample.unlikely[i] !== undefined) {
-      node.classList.add("unlikely");
-      node.title = `should be unlikely here: ${data.text(sample.unlikely[i])}`;
-      node.ariaLabel += `, ${node.title}`;
-    }
     const nll = sample.trained?.nll[i];
     if (nll != null) node.style.setProperty("--heat", `${Math.round(Math.min(1, nll / 5) * 55)}%`);
     return node;
@@ -68,9 +63,7 @@ const detail = (() => {
       element("p", "owner", ...describeOwner(object, place), ` ${meaning[0].toUpperCase()}${meaning.slice(1)}.`),
     ];
     if (token.coord && (token.p || token.target !== null)) parts.push(chart.draw(token), caption(token));
-    const unlikely = sample.unlikely[i];
-    const mark = unlikely === undefined ? [] : [["should be unlikely here", element("code", "", data.text(unlikely))]];
-    parts.push(list("numbers", [...(token.coord ? coordFacts(token) : textFacts(token)), ...mark]));
+    parts.push(list("numbers", token.coord ? coordFacts(token) : textFacts(token)));
     const reason = whyNoNumbers(sample, token);
     if (reason) parts.push(element("p", "no-data", reason));
     host.replaceChildren(...parts);
