@@ -28,7 +28,6 @@ from coordexp.pages.curves import (
 )
 from coordexp.pages.document import render_page
 from coordexp.pages.report_notes import make_notes
-from coordexp.pages.report_servers import ServerSummary, read_servers
 from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
 MAX_STEPS = 12  # with dumped examples, linked for each run
@@ -133,8 +132,7 @@ def render_report(
     runs = [run for group in groups for run in group.runs]
     ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs])
     differences = find_differences(groups) if len(groups) > 1 else {}
-    servers = {run.folder: summary for run in runs if (summary := read_servers(run.folder)) is not None}
-    described = [_describe_group(group, servers) for group in groups]
+    described = [_describe_group(group) for group in groups]
     name = format_value(" and ".join(group.name for group in groups))
     return render_page(
         "report.html",
@@ -155,12 +153,6 @@ def render_report(
             ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
         ],
         phases=_list_phases(described),
-        servers=[
-            (group.letter, run, servers[run.folder])
-            for group in groups
-            for run in group.runs
-            if run.folder in servers
-        ],
         differences={path: [format_value(value) for value in row] for path, row in differences.items()},
     )
 
@@ -185,7 +177,7 @@ def list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
     return [*plots, Plot("time/step", "seconds per step", "from the first rollout to the update")]
 
 
-def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> dict[str, Any]:
+def _describe_group(group: RunGroup) -> dict[str, Any]:
     """Return what the page shows of a group: how far it got, notes and times."""
     count, planned = len(group.runs), group.runs[0].planned_steps
     last = [run.last_step for run in group.runs]
@@ -199,7 +191,7 @@ def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> d
         "name": group.name,
         "mark": charts.MARKS[group.letter],
         "words": words,
-        "notes": make_notes(group, servers),
+        "notes": make_notes(group),
         "times": _measure_times(group),
     }
 
