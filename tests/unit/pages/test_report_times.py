@@ -30,6 +30,6 @@ def test_a_run_that_timed_nothing_has_no_times():
 
 
 def test_the_page_has_seconds_per_step_and_shares_of_all_time(tmp_path):
-    page = render_report([*group_runs([read_logged_run(write_run(tmp_path, lines(10)))])], "", [])
+    page = render_report([*group_runs([read_logged_run(write_run(tmp_path, lines(10)))])], "", {})
     assert '<tr><th scope="row">compute</th><td>1.000</td><td>50.0 %</td>' in page
     assert '<th scope="row">sync</th>' not in page, "a phase that took no time is not listed"
