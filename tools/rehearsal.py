@@ -32,11 +32,13 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1
 
 @dataclass(frozen=True)
 class Command:
-    """A command of coordexp, and the file or folder that it writes, which is removed before it is run again."""
+    """A command of coordexp, or of another program, and the file or folder that it writes, which is removed before
+    it is run again."""
 
     name: str
     words: list[str]
     output: str | None = None
+    program: tuple[str, ...] = ("-m", "coordexp")
 
 
 def commands(out: Path, size: str) -> Iterator[Command]:
@@ -44,7 +46,8 @@ def commands(out: Path, size: str) -> Iterator[Command]:
     model, data, merged = out / "model", out / "scenes", out / "merged"
     stage1, stage2 = (_write(out, name, config) for name, config in _configs(out).items())
     random = out / "random"
-    yield Command("demo model", ["demo", "model", "--size", size, "--out", str(random)], "random")
+    published = (str(ROOT / "tools/published.py"),)
+    yield Command("tools/published.py", ["--size", size, "--out", str(random)], "random", published)
     scenes = ["--train", "2", "--val", "1", "--side", str(SIDE), "--objects", "1-1"]
     yield Command("demo scenes", ["demo", "scenes", "--out", str(data), *scenes], "scenes")
     yield Command(
@@ -126,18 +129,18 @@ def _write(out: Path, name: str, config: dict[str, Any]) -> Path:
     return out / name
 
 
-def measure(words: list[str], log: Path) -> dict[str, float]:
-    """Run a command of coordexp, with its output in `log`. Return its seconds and its largest memory in GiB."""
-    began, most = time.monotonic(), 0
+def measure(command: Command, log: Path) -> dict[str, float]:
+    """Run a command, with its output in `log`. Return its seconds and its largest memory in GiB."""
+    began, most, words = time.monotonic(), 0, [*command.program, *command.words]
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "coordexp", *words], stdout=file, stderr=file, env=os.environ | ENVIRONMENT
+            [sys.executable, *words], stdout=file, stderr=file, env=os.environ | ENVIRONMENT
         )
         while process.poll() is None:
             most = max(most, _memory(process.pid))  # takes a second of processor time for a large process
             time.sleep(0.5 if time.monotonic() - began < 60 else 20)
     if process.returncode:
-        sys.exit(f"coordexp {' '.join(words)} exited with {process.returncode}:\n{log.read_text()[-3000:]}")
+        sys.exit(f"{' '.join(words)} exited with {process.returncode}:\n{log.read_text()[-3000:]}")
     return {"seconds": time.monotonic() - began, "gibibytes": most / 2**30}
 
 
@@ -165,7 +168,7 @@ def main() -> None:
             print(f"{time.strftime('%H:%M:%S')} {command.name}", flush=True)
             if command.output:
                 _remove(out / command.output)
-            costs[command.name] = measure(command.words, out / f"{command.name.replace(' ', '-')}.log")
+            costs[command.name] = measure(command, out / f"{command.name.replace(' ', '-').replace('/', '-')}.log")
             record.write_text(json.dumps(costs, indent=1))
     print("| command | seconds | GiB |\n| --- | --- | --- |")
     for name, cost in costs.items():

@@ -57,7 +57,6 @@ def a_run_without_dumps(folder):
     *(("run.json", text) for text in ("[]", "[3]", '[{"data": {"val": {"file": 1}}}]')),
     ("resolved.yaml", "training: [1]"),
     *(("metrics.jsonl", text) for text in ("{\n", '{"step": -1}\n', '{"step": 1, "loss": -1e308}\n')),
-    *(("servers.jsonl", f'{{"event": "sync"{more}}}\n') for more in ("", ', "seconds": "x"', ', "servers": [{}]')),
 )
 def reporting_a_run_with(folder, spoilt):
     (write_run(folder / "one") / spoilt[0]).write_text(spoilt[1])

@@ -158,7 +158,7 @@ def prediction_case(folder: Path) -> Case:
         f"evaluate --data {{folder}}/val.jsonl --preds {{folder}}/preds.json {both}",
         f"evaluate --data {{folder}}/val.jsonl --preds {{folder}}/results.json {both}",
         "evaluate --data {folder}/val.jsonl --preds {folder}/preds.json --answered-only --scores shuffled",
-        "evaluate --data {folder}/val.jsonl --preds {folder}/preds.json --samples 1",
+        "data suggest --data {folder}/val.jsonl --preds {folder}/preds.json --samples 1 --out {new}/some",
         "data suggest --data {folder}/val.jsonl --preds {folder}/preds.json --out {new}/some --new-classes",
     ]
     names = ["preds.json", "preds.answers.jsonl", "results.json", "preds.samples.jsonl", "val.jsonl"]
@@ -179,12 +179,7 @@ def run_case(folder: Path) -> Case:
         tree = settings(seed, output_dir=f"runs/{name}", learning_rate=seed)
         write_run(folder / name, lines(4), tree, [manifest(data=data)])
         write_evaluation(folder / name, 4, truth, answers)
-    address = {"base_url": "http://127.0.0.1:8000"}
-    sync = {"event": "sync", "version": 1, "servers": [address], "synced": [0], "failed": {}, "seconds": 0.5}
-    call = {"server": 0, "count": 4} | address
-    rollouts = {"event": "rollouts", "version": 1, "calls": [call], "seconds": 0.5}
     trace = {"format": 1, "example": 0, "step": 1, "loss": 0.5, "terms": {"a": 0.5}, "where": [], "nll": []}
-    (folder / "one/servers.jsonl").write_text(to_lines([sync | {"bytes": 9}, rollouts]))
     (folder / "one/dumps/trained-000000.jsonl").write_text(to_lines([trace | {"mass": [], "bins": {}}]))
     commands = [
         "report {folder}/one --out {new}/report.html",
@@ -193,7 +188,7 @@ def run_case(folder: Path) -> Case:
         "replay {folder}/one/dumps",
         "verify {folder}/one",
     ]
-    files = ["metrics.jsonl", "run.json", "resolved.yaml", "servers.jsonl", "evaluations/step-4.json"]
+    files = ["metrics.jsonl", "run.json", "resolved.yaml", "evaluations/step-4.json"]
     files += ["evaluations/step-4.answers.jsonl", "dumps/step-000000.jsonl", "dumps/trained-000000.jsonl"]
     return Case(folder, commands, [f"one/{name}" for name in files])
 

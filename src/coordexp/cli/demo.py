@@ -17,20 +17,10 @@ app = typer.Typer(help="A tiny model and scenes to train it on, made on the spot
 def model(
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
     vocabulary: Annotated[
-        Literal["small", "qwen"] | None,
-        typer.Option(help="About 1,300 tokens, or the real Qwen's 152,669. Unset: small; with --size: qwen."),
-    ] = None,
-    size: Annotated[
-        Literal["2b", "4b", "8b"] | None,
-        typer.Option(help="The shape of a published Qwen3-VL, in bfloat16. 2b takes 4.3 GB of disk."),
-    ] = None,
-    tied: Annotated[
-        bool | None,
-        typer.Option(help="Share the embedding with the output head. Unset: yes; with --size: as published."),
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(help=f"Kind of model: {', '.join(FAMILIES)}. Unset: qwen3_vl.")
-    ] = None,
+        Literal["small", "qwen"], typer.Option(help="About 1,300 tokens, or the real Qwen's 152,669.")
+    ] = "small",
+    tied: Annotated[bool, typer.Option(help="Share the embedding with the output head.")] = True,
+    family: Annotated[str, typer.Option(help=f"Kind of model: {', '.join(FAMILIES)}.")] = "qwen3_vl",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     spread: Annotated[
         float, typer.Option(min=0.0, help="Factor on the weights. 1 to train; 6 for varied answers untrained.")
@@ -43,23 +33,13 @@ def model(
         bool, typer.Option("--native", help="For native answers: without coordinate tokens, as Qwen is published.")
     ] = False,
 ) -> None:
-    """Write a random model that transformers and vLLM load: a tiny one, or a Qwen3-VL of a published size."""
+    """Write a tiny random model that transformers and vLLM load."""
     need("torch", "transformers", extra="train")
     need_new(out_folder)
-    if size is not None:
-        if scenes or native or tied is not None or family is not None or vocabulary == "small":
-            raise UserError(
-                "--size has the vocabulary, with coordinate tokens, and the head of a published Qwen3-VL",
-                "leave --scenes, --native, --tied, --family and --vocabulary small out, or --size",
-            )
-        _write_published(out_folder, size, seed, spread)
-        return
-    family = family or "qwen3_vl"
     if family not in FAMILIES:
         raise UserError(f"--family {family} is unknown", f"use one of these: {', '.join(FAMILIES)}")
     if scenes and spread != 1.0:
         raise UserError("--scenes sets --spread itself", "leave one of the two out")
-    words, share = vocabulary or "small", tied is not False
     with progress("making the model"):
         from coordexp.demo.model import SCENES, make_model
 
@@ -67,9 +47,9 @@ def model(
             make = partial(
                 make_model,
                 out_folder,
-                words,
+                vocabulary,
                 family=family,
-                tied=share,
+                tied=tied,
                 seed=seed,
                 coords=not native,
                 native=native,
@@ -79,22 +59,6 @@ def model(
             else:
                 make(spread=spread)
     out.print(f"wrote {out_folder}")
-
-
-def _write_published(folder: Path, size: str, seed: int, spread: float) -> None:
-    from coordexp.shapes import PUBLISHED, expected_weights
-
-    with progress("loading transformers"):
-        from coordexp.demo.published import plan_shards, write_published
-
-    shape = PUBLISHED[size]
-    shards = plan_shards(expected_weights(shape.with_coordinate_tokens()))
-    with (
-        explain(OSError, f"{folder} cannot be written", "give another --out"),
-        bar(f"writing {len(shards)} files of at most 1 GB", len(shards)) as advance,
-    ):
-        write_published(folder, shape, seed=seed, spread=spread, advance=advance)
-    out.print(f"wrote {folder}")
 
 
 @app.command("scenes")

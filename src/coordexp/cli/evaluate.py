@@ -16,7 +16,6 @@ from coordexp.files import write_json
 
 if TYPE_CHECKING:
     from coordexp.evaluate import EvaluationReport
-    from coordexp.evaluate.samples import SamplesReport
 
 MAX_CLASSES = 20  # on the terminal; the JSON and the page have all
 MIN_WIDTH = 80  # columns that the tables need so that no number is cut
@@ -44,10 +43,6 @@ def evaluate(
     answered_only: Annotated[
         bool, typer.Option("--answered-only", help="Leave out images of the data that have no answer.")
     ] = False,
-    samples: Annotated[
-        int | None,
-        typer.Option(min=1, help="Also evaluate this many sampled answers per image (predict --samples)."),
-    ] = None,
 ) -> None:
     """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit."""
     need("hotcoco", "PIL", extra="evaluate")
@@ -56,23 +51,23 @@ def evaluate(
     from coordexp.evaluate.predictions import answers_path
 
     if preds.is_file() and not answers_path(preds).exists():  # of another detector
-        if answered_only or samples is not None or scores != "own":
+        if answered_only or scores != "own":
             raise UserError(
-                f"{answers_path(preds)} does not exist, and --samples, --answered-only and --scores need it",
+                f"{answers_path(preds)} does not exist, and --answered-only and --scores need it",
                 "leave these options out, or keep both files of `coordexp predict` together",
             )
         with progress(f"reading {preds}"):
             truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
             results = read_results(preds, truth)
         with progress(f"evaluating {len(truth)} images"):
-            report, sampled = evaluate_results(truth, results), None
+            report = evaluate_results(truth, results)
     else:
-        report, sampled = _evaluate_answers(data, preds, scores, seed, answered_only, samples)
-    _print(report, scores, sampled)
+        report = _evaluate_answers(data, preds, scores, seed, answered_only)
+    _print(report, scores)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         head = {"data": str(data), "preds": str(preds), "scores": scores}
-        write_json(report_file, head | report.as_dict() | ({"samples": sampled.as_dict()} if sampled else {}))
+        write_json(report_file, head | report.as_dict())
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
         description = f"{preds.name} on {data.name}{'' if scores == 'own' else f', {scores} scores'}"
@@ -85,12 +80,10 @@ def evaluate(
 
 
 def _evaluate_answers(
-    data: Path, preds: Path, scores: ScoreMode, seed: int, answered_only: bool, samples: int | None
-) -> "tuple[EvaluationReport, SamplesReport | None]":
+    data: Path, preds: Path, scores: ScoreMode, seed: int, answered_only: bool
+) -> "EvaluationReport":
     from coordexp.data import RecordFile
     from coordexp.evaluate import evaluate, read_predictions, read_truth, replace_scores
-    from coordexp.evaluate.predictions import read_samples
-    from coordexp.evaluate.samples import evaluate_samples
 
     with progress(f"reading {preds}"):
         truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
@@ -102,22 +95,16 @@ def _evaluate_answers(
             fix = f"there are {counts}; give files that belong together"
             raise UserError(f"{data}: no image to evaluate", fix)
     with progress(f"evaluating {len(evaluated)} images"):
-        report = evaluate(evaluated, replace_scores(answers, scores, seed))
-        if samples is None:
-            return report, None
-        sampled = read_samples(preds, samples, [image_id for image_id, _ in evaluated])
-        return report, evaluate_samples(evaluated, answers, sampled)
+        return evaluate(evaluated, replace_scores(answers, scores, seed))
 
 
-def _print(report: "EvaluationReport", scores: ScoreMode, sampled: "SamplesReport | None") -> None:
+def _print(report: "EvaluationReport", scores: ScoreMode) -> None:
     tally = report.with_class.at(0.5)
     out.print(f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions\n")
     wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
-    for table in _make_tables(report, scores, sampled):
+    for table in _make_tables(report, scores):
         wide.print(table)
         wide.print()
-    if sampled is not None:
-        out.print(Text(f"{sampled.explanation}\n"))
     for title, counts in (("invalid", report.behaviour.reasons), ("unknown", report.behaviour.unknown)):
         if counts:
             listed = ", ".join(f"{name} {count}" for name, count in list(counts.items())[:8])
@@ -126,9 +113,7 @@ def _print(report: "EvaluationReport", scores: ScoreMode, sampled: "SamplesRepor
         out.print(Text(f"note: {note}", style="yellow"))
 
 
-def _make_tables(
-    report: "EvaluationReport", scores: ScoreMode, sampled: "SamplesReport | None"
-) -> Iterable[Table]:
+def _make_tables(report: "EvaluationReport", scores: ScoreMode) -> Iterable[Table]:
     shares = ("f1", "precision", "recall")
     values = report.metrics()
     rows: list[list[Cell]] = []
@@ -164,14 +149,6 @@ def _make_tables(
     if report.asked:
         rows = [[str(k), c.true, c.predicted, c.f1, c.precision, c.recall] for k, c in report.asked.items()]
         yield _make_table(rows, "classes asked, IoU 0.50", "true", "predicted", "F1", "precision", "recall")
-    if sampled is not None:
-        answers = {"greedy": sampled.greedy} | {f"best of {k}": best for k, best in sampled.best.items()}
-        rows = [
-            [title, *(getattr(side, name) for side in (of.with_class, of.any_class) for name in shares)]
-            for title, of in answers.items()
-        ]
-        union = [sampled.union.value, "", "", sampled.union_any_class.value]
-        yield _make_table([*rows, [f"union of {sampled.count}", "", "", *union]], "samples, IoU 0.50", *heads)
 
 
 Cell = str | Text | int | float | None

@@ -81,9 +81,8 @@ def launch(
     --rdzv_endpoint HOST:PORT -m coordexp train --config X.yaml
 
     Servers and learners need the same COORDEXP_SERVER_TOKEN, if it is set. A
-    launch that starts all servers itself makes a token if there is none, in a
-    file that only you can read and that goes when the launch ends. The log
-    says how to read the servers' metrics with it.
+    launch that starts all servers itself makes a token if there is none. To
+    read the servers' metrics, set one.
 
     Exits 2 when the config or the command line is wrong, 1 when the machine
     does not fit them or a server fails, 130 after Ctrl-C.
@@ -172,29 +171,11 @@ def _run(plan: Plan, start_timeout: float, grace: float, log_format: LogFormat |
     from coordexp.launch.processes import Launch, Patience
     from coordexp.servers.protocol import TOKEN
 
-    token, secret = os.environ.get(TOKEN), f"${TOKEN}"
+    token = os.environ.get(TOKEN)
     log = Log(sys.stdout, (*(server.name for server in plan.servers), plan.learner.name), log_format)
     if token is None and len(plan.local_servers) == len(plan.servers):
         token = secrets.token_urlsafe(32)
-        secret = f"$(cat {share_token(token)})"
-    log.say(describe_metrics(plan, secret if token else None))
     return Launch(plan, log, token, Patience(start_s=start_timeout, learner_s=grace)).run()
-
-
-def share_token(token: str) -> Path:
-    """Return a path at which the user of this process, and nobody else, can read the token while it runs. The
-    file is in memory only, so nothing is left even if this process is killed."""
-    descriptor = os.memfd_create("coordexp-token")
-    os.write(descriptor, token.encode())
-    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-
-
-def describe_metrics(plan: Plan, secret: str | None) -> str:
-    """Return the command that reads a server's metrics. `secret` is what a shell replaces with the token; the
-    token itself is never shown."""
-    header = f'-H "Authorization: Bearer {secret}" ' if secret else ""
-    others = f" (and of {len(plan.servers) - 1} more)" if len(plan.servers) > 1 else ""
-    return f"metrics of {plan.servers[0].name}{others}: curl {header}{plan.servers[0].base_url}/metrics"
 
 
 def _print_plan(plan: Plan, needs: "Needs") -> None:

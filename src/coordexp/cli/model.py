@@ -52,23 +52,20 @@ def merge(
         Path | None, typer.Option("--model", "-m", help="The base model. Unset: the one that the adapter names.")
     ] = None,
 ) -> None:
-    """Write a whole model, with a model card, from a base model and a LoRA or DoRA adapter trained on it."""
+    """Write a whole model from a base model and a LoRA or DoRA adapter trained on it."""
     need("torch", "peft", extra="train")
     file = adapter / "adapter_config.json"
     if not file.is_file():
         raise UserError(f"{adapter} has no adapter_config.json", "give a checkpoint of a run with model.adapter")
     need_new(out_folder)
-    named = model_folder or _read_base_model(file)
-    base = find_model(named)
+    base = find_model(model_folder or _read_base_model(file))
     if not (base / "config.json").is_file():
         raise UserError(f"{base} is not a model folder", "give the base model with --model")
     with progress("merging"):
         from coordexp.train.learner import merge_adapter
-        from coordexp.train.model_card import write_card
 
         merge_adapter(base, adapter, out_folder)
-        write_card(out_folder, str(named), adapter)
-    out.print(f"wrote {out_folder}, with a model card (README.md)")
+    out.print(f"wrote {out_folder}")
 
 
 def _read_base_model(file: Path) -> Path:

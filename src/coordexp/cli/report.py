@@ -15,7 +15,6 @@ from coordexp.errors import UserError, explain
 
 if TYPE_CHECKING:
     from coordexp.pages.comparison import ComparisonResult, GroupComparison
-    from coordexp.pages.report import RunExamples
     from coordexp.pages.run_folder import RunGroup
 
 MIN_WIDTH = 100  # columns that a table needs so that no number is cut
@@ -72,7 +71,7 @@ def report(
     """
     from coordexp.pages.comparison import compare_groups, reason_not_to_compare
     from coordexp.pages.document import save_page
-    from coordexp.pages.report import find_examples, render_report
+    from coordexp.pages.report import find_inspector_pages, render_report
     from coordexp.pages.run_folder import REPORT, group_runs, read_logged_run
 
     file = page_file or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
@@ -98,15 +97,12 @@ def report(
         with progress("comparing") as notify:
             result = compare_groups(groups, step, resamples, data, notify)
     with progress("drawing"):
-        examples = find_examples(groups, file)
-        save_page(file, render_report(groups, result, examples))
-    _print_report(groups, result, examples)
+        save_page(file, render_report(groups, result, find_inspector_pages(groups, file)))
+    _print_report(groups, result)
     out.print(f"wrote {file}", markup=False)
 
 
-def _print_report(
-    groups: "Sequence[RunGroup]", result: "ComparisonResult | str", examples: "Sequence[RunExamples]"
-) -> None:
+def _print_report(groups: "Sequence[RunGroup]", result: "ComparisonResult | str") -> None:
     for group in groups:
         count = len(group.runs)
         plural = "s" if count > 1 else ""
@@ -123,9 +119,6 @@ def _print_report(
         for note in result.notes:
             err.print(sanitize(note), markup=False, style="yellow")
         out.print()
-    for run in examples:
-        if run.page is None:
-            out.print(sanitize(f"dumped examples without a page: `{run.command}` makes it"), markup=False)
 
 
 def _make_table(comparison: "GroupComparison", images: int) -> Table:

@@ -165,7 +165,7 @@ def read_samples(path: Path, count: int, image_ids: Sequence[int]) -> list[list[
         complete = next(k for k in itertools.count() if k + 1 not in samples)
         if complete < count:
             fix = f"predict again with --samples {count}"
-            fix += f", or evaluate with --samples {complete}" if complete else ""
+            fix += f", or give --samples {complete}" if complete else ""
             raise DataError(
                 f"{file} has {complete} samples of image_id {image_id}, and --samples asks for {count}", fix
             )

@@ -7,7 +7,6 @@ more to see.
 import contextlib
 import os
 import threading
-from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,9 +16,9 @@ from urllib.parse import urlsplit
 from coordexp.errors import DataError
 from coordexp.pages.comparison import reason_not_to_compare
 from coordexp.pages.document import render_page
-from coordexp.pages.report import find_examples, render_report
+from coordexp.pages.report import render_report
 from coordexp.pages.rollouts import dump_folders, make_inspector_page
-from coordexp.pages.run_folder import REPORT, group_runs, read_logged_run, read_run
+from coordexp.pages.run_folder import group_runs, read_logged_run, read_run
 
 HOST = "127.0.0.1"
 GROWING_FILES = 100  # the latest of a folder, which may still grow: an example can wait some steps
@@ -32,8 +31,7 @@ def make_inspector(folder: Path, samples: int) -> str:
 
 def make_report(folder: Path) -> str:
     groups = group_runs([read_logged_run(folder)])
-    examples = [replace(run, page="/") for run in find_examples(groups, folder / REPORT)]
-    return render_report(groups, reason_not_to_compare(groups) or "", examples)
+    return render_report(groups, reason_not_to_compare(groups) or "", {folder: "/"})
 
 
 def listen(folder: Path, samples: int, port: int) -> ThreadingHTTPServer:

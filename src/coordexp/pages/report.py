@@ -6,14 +6,12 @@ the trackers that it logged to.
 """
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from coordexp.dumps import FOLDER, step_files
 from coordexp.pages import charts
 from coordexp.pages.comparison import ComparisonResult, GroupComparison
 from coordexp.pages.curves import (
@@ -28,10 +26,8 @@ from coordexp.pages.curves import (
 )
 from coordexp.pages.document import render_page
 from coordexp.pages.report_notes import make_notes
-from coordexp.pages.report_servers import ServerSummary, read_servers
 from coordexp.pages.run_folder import INSPECTOR, Run, RunGroup, find_differences, format_value
 
-MAX_STEPS = 12  # with dumped examples, linked for each run
 INTERVAL_WIDTH, INTERVAL_MARGIN = 300, 8  # of the drawing of an interval
 
 
@@ -93,48 +89,26 @@ ANSWERS = (
 )
 
 
-@dataclass(frozen=True)
-class RunExamples:
-    """The dumped examples of a run. `steps` count as the log does: the file of the weights after 99 updates is
-    that of step 100. `page` is the address of the inspector's page relative to the report; None if there is
-    none, and `command` makes it."""
-
-    folder: Path
-    steps: tuple[int, ...]
-    page: str | None
-
-    @property
-    def command(self) -> str:
-        return f"coordexp inspect {shlex.quote(str(self.folder))}"
-
-    @property
-    def linked_steps(self) -> tuple[int, ...]:
-        return self.steps[:: 1 + len(self.steps) // MAX_STEPS]
-
-
-def find_examples(groups: Sequence[RunGroup], report: Path) -> list[RunExamples]:
-    """Return the runs that have dumped examples or an inspector's page. `report` is the file to link from."""
-    examples = []
+def find_inspector_pages(groups: Sequence[RunGroup], report: Path) -> dict[Path, str]:
+    """Return the addresses of the inspector's pages that are there, by run folder. `report` is the file to link
+    from."""
+    pages = {}
     for folder in (run.folder for group in groups for run in group.runs):
-        steps = tuple(step + 1 for step in step_files(folder / FOLDER))
-        page = folder / INSPECTOR
-        if page.is_file():
+        if (page := folder / INSPECTOR).is_file():
             relative = Path(os.path.relpath(page.resolve(), report.resolve().parent))
-            examples.append(RunExamples(folder, steps, quote(relative.as_posix())))
-        elif steps:
-            examples.append(RunExamples(folder, steps, None))
-    return examples
+            pages[folder] = quote(relative.as_posix())
+    return pages
 
 
 def render_report(
-    groups: Sequence[RunGroup], result: ComparisonResult | str, examples: Sequence[RunExamples]
+    groups: Sequence[RunGroup], result: ComparisonResult | str, inspectors: Mapping[Path, str]
 ) -> str:
-    """`result` is the comparison, or the reason why there is none."""
+    """`result` is the comparison, or the reason why there is none. `inspectors` are addresses of the inspector's
+    pages, by run folder."""
     runs = [run for group in groups for run in group.runs]
     ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs])
     differences = find_differences(groups) if len(groups) > 1 else {}
-    servers = {run.folder: summary for run in runs if (summary := read_servers(run.folder)) is not None}
-    described = [_describe_group(group, servers) for group in groups]
+    described = [_describe_group(group) for group in groups]
     name = format_value(" and ".join(group.name for group in groups))
     return render_page(
         "report.html",
@@ -144,7 +118,7 @@ def render_report(
         groups=described,
         seeds=len(runs) > len(groups),
         ranges=ranges,
-        examples=examples,
+        inspectors=inspectors,
         result=None if isinstance(result, str) else result,
         tables=[] if isinstance(result, str) else [_lay_out_table(one) for one in result.comparisons],
         titles={name: title for name, (title, _) in EVALUATED.items()},
@@ -155,12 +129,6 @@ def render_report(
             ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
         ],
         phases=_list_phases(described),
-        servers=[
-            (group.letter, run, servers[run.folder])
-            for group in groups
-            for run in group.runs
-            if run.folder in servers
-        ],
         differences={path: [format_value(value) for value in row] for path, row in differences.items()},
     )
 
@@ -185,7 +153,7 @@ def list_loss_plots(groups: Sequence[RunGroup]) -> list[Plot]:
     return [*plots, Plot("time/step", "seconds per step", "from the first rollout to the update")]
 
 
-def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> dict[str, Any]:
+def _describe_group(group: RunGroup) -> dict[str, Any]:
     """Return what the page shows of a group: how far it got, notes and times."""
     count, planned = len(group.runs), group.runs[0].planned_steps
     last = [run.last_step for run in group.runs]
@@ -199,7 +167,7 @@ def _describe_group(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> d
         "name": group.name,
         "mark": charts.MARKS[group.letter],
         "words": words,
-        "notes": make_notes(group, servers),
+        "notes": make_notes(group),
         "times": _measure_times(group),
     }
 

@@ -4,14 +4,12 @@ A rule for notes yields sentences, none if there is nothing to report. The thres
 below.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from coordexp.pages.curves import Steps, share_of_step
-from coordexp.pages.report_servers import ServerSummary, note_servers_out
 from coordexp.pages.run_folder import Run, RunGroup
 
 LATE = 0.25  # the share of lines, from the end, by which rates of training answers are judged
@@ -35,15 +33,12 @@ EVALUATION_RATES = (
 )
 
 
-def make_notes(group: RunGroup, servers: Mapping[Path, ServerSummary]) -> list[str]:
-    """Return the notes on each run, with its name if there are several, then those on the group. `servers` are the
-    rollout servers by the folder of the run."""
+def make_notes(group: RunGroup) -> list[str]:
+    """Return the notes on each run, with its name if there are several, then those on the group."""
     several = len(group.runs) > 1
     notes = []
     for run in group.runs:
         of_run = [note for rule in RUN_RULES for note in rule(run)]
-        if run.folder in servers:
-            of_run += note_servers_out(servers[run.folder], run.last_step)
         notes += [f"{run.name}: {note}" if several else note for note in of_run]
     return [*notes, *note_different_ends(group), *note_different_code(group)]
 

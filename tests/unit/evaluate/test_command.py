@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -14,7 +13,6 @@ from coordexp.cli import app
 from coordexp.cli.evaluate import ScoreMode as ScoresOption
 from coordexp.evaluate import evaluate, write_predictions
 from coordexp.evaluate.answer import ScoreMode
-from coordexp.evaluate.predictions import write_samples
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 
@@ -77,35 +75,6 @@ def test_the_scores_option_changes_ap_and_not_f1(folder):
 def test_a_page_is_written_without_a_single_image_on_disk(folder):
     assert run(folder, "--page", str(folder / "page.html"), "--images", "3").exit_code == 0
     assert (folder / "page.html").read_text().count("<article") == 3
-
-
-def write_crowd_of_samples(folder, count):
-    """Write samples of the images of `folder`: the predictions there, of which sample k has the first k parts."""
-    _, answers = crowd(2)
-    samples = [
-        replace(line, objects=line.objects[: len(line.objects) * k // count], sample=k)
-        for line in answers
-        for k in range(1, count + 1)
-    ]
-    write_samples(folder / "preds.json", samples)
-
-
-def test_samples_are_reported_beside_the_greedy_answers(folder):
-    write_crowd_of_samples(folder, 4)
-    report = numbers(folder, "--samples", "4")
-    samples = report["samples"]
-    assert samples["greedy"]["with_class"]["f1"] == report["numbers"]["f1_50"]
-    assert [best["k"] for best in samples["best"]] == [1, 2, 4]
-    f1 = [best["with_class"]["f1"] for best in samples["best"]]
-    assert f1 == sorted(f1) and f1[0] < f1[-1]
-    assert samples["union_recall"]["with_class"] >= samples["best"][-1]["with_class"]["recall"]
-    assert "samples" not in numbers(folder)
-
-    result = run(folder, "--samples", "4")
-    rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
-    assert rows["greedy"][0] == f"{report['numbers']['f1_50']:.3f}"
-    assert rows["best of 4"][0] == f"{f1[-1]:.3f}"
-    assert rows["union of 4"] == [f"{recall:.3f}" for recall in samples["union_recall"].values()]
 
 
 def refusal(folder, *more):

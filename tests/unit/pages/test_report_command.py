@@ -247,19 +247,13 @@ def test_a_file_that_could_exhaust_its_reader_is_reported_with_its_name(tmp_path
     assert file in refusal(capsys, folder)
 
 
-def test_dumped_steps_link_to_the_inspector_and_count_as_the_log_does(tmp_path):
+def test_the_page_of_the_inspector_is_linked_from_where_the_report_is(tmp_path):
     folder = write_run(tmp_path / "a run")
-    (folder / "dumps").mkdir()
-    for step in (0, 4):
-        (folder / "dumps" / f"step-{step:06}.jsonl").write_text("")
-    assert f"`coordexp inspect '{folder}'` makes it" in run(folder).stdout
-    text = (folder / "report.html").read_text()
-    assert f"<code>coordexp inspect &#39;{folder}&#39;</code>" in text and "inspect.html" not in text
     (folder / "inspect.html").write_text("")
     (tmp_path / "pages").mkdir()
     run(folder, "--out", tmp_path / "pages" / "r.html")
     links = [link["href"] for link in Reader((tmp_path / "pages" / "r.html").read_text()).all("a")]
-    assert links == [f"../a%20run/inspect.html{step}" for step in ("", "#step=1", "#step=5")]
+    assert links == ["../a%20run/inspect.html"]
 
 
 def test_ten_thousand_steps_make_a_small_page_within_seconds(tmp_path):

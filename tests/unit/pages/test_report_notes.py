@@ -23,7 +23,7 @@ def change_line(step, **values):
 
 
 def test_a_healthy_run_gets_no_note():
-    assert make_notes(group_runs([make_run(tree=settings(max_steps=10))])[0], {}) == []
+    assert make_notes(group_runs([make_run(tree=settings(max_steps=10))])[0]) == []
 
 
 STEPS = "is not finished, or is still running: the last line is of step"
@@ -116,4 +116,4 @@ def test_runs_made_by_different_code_are_reported():
 def test_notes_name_the_run_where_a_group_has_several():
     trees = [settings(seed=seed, max_steps=10) for seed in (1, 2)]
     runs = [make_run(tree=trees[0]), make_run(change_line(4, loss=None), tree=trees[1], folder="runs/two")]
-    assert make_notes(group_runs(runs)[0], {})[0].startswith("two: ")
+    assert make_notes(group_runs(runs)[0])[0].startswith("two: ")

@@ -1,11 +1,14 @@
 """Write random weights in the shape of a published Qwen3-VL, to rehearse a run at its real size without download.
 
-Weights are made and written shard by shard, so the memory of one shard is enough for a model of any size.
+    python tools/published.py --size 2b --out rehearsal-2b
+
+Weights are made and written shard by shard, so the memory of one shard is enough for a model of any size. 2b takes
+4.3 GB of disk.
 """
 
+import argparse
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor
 from coordexp.demo.model import greedy_generation, make_config, make_processor, make_tokenizer
 from coordexp.errors import UserError
 from coordexp.files import is_free, write_json
-from coordexp.shapes import ModelShape, WeightShapes, count_parameters, expected_weights
+from coordexp.shapes import PUBLISHED, ModelShape, WeightShapes, count_parameters, expected_weights
 
 SHARD_NUMBERS = 500_000_000  # numbers per shard: 1 GB in bfloat16, unless a single weight has more
 DEVIATION = 0.02  # as Qwen3-VL is initialised
@@ -38,14 +41,10 @@ def write_published(
     folder: Path,
     shape: ModelShape,
     *,
-    seed: int = 0,
-    spread: float = 1.0,
-    advance: Callable[[], None],
     largest_shard: int = SHARD_NUMBERS,
 ) -> Path:
     """Write a checkpoint of this shape to `folder`, which must be new or empty, and return the folder. It has
-    random weights in bfloat16 and the real Qwen tokenizer with coordinate tokens. `advance` is called after every
-    shard."""
+    random weights in bfloat16 and the real Qwen tokenizer with coordinate tokens."""
     if not is_free(folder):
         raise UserError(f"{folder} is not an empty folder", "give another folder, or remove this one")
     shape = shape.with_coordinate_tokens()
@@ -60,29 +59,28 @@ def write_published(
     pixels = SMALLEST_IMAGE, shape.largest_image
     make_processor(config, tokenizer, pixels).save_pretrained(folder)
     mode = (folder / "config.json").stat().st_mode & 0o777  # safetensors makes its files private
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shards = plan_shards(weights, largest_shard)
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _random_weight(name, size, generator, spread) for name, size in shard.items()}
+        tensors = {name: _random_weight(name, size, generator) for name, size in shard.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(mode)
         files |= dict.fromkeys(shard, file)
-        advance()
     total = count_parameters(weights) * NUMBER_BYTES
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": files})
     return folder
 
 
-def _random_weight(name: str, size: tuple[int, ...], generator: torch.Generator, spread: float) -> Tensor:
+def _random_weight(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return a weight as Qwen3-VL is initialised: norms are 1, biases 0, and all others normally distributed."""
     if name.endswith(".bias"):
         return torch.zeros(size, dtype=torch.bfloat16)
     if len(size) == 1:
         return torch.ones(size, dtype=torch.bfloat16)
     weight = torch.empty(size, dtype=torch.bfloat16)
-    return weight.normal_(0.0, DEVIATION * spread, generator=generator)
+    return weight.normal_(0.0, DEVIATION, generator=generator)
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -93,3 +91,15 @@ def _check_space(folder: Path, needed: int) -> None:
             f"{folder}: the weights take {needed / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB free",
             "give another --out, or remove files",
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=tuple(PUBLISHED), default="2b")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    print(f"wrote {write_published(options.out, PUBLISHED[options.size])}")
+
+
+if __name__ == "__main__":
+    main()
