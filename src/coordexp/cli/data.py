@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare
 
-app = typer.Typer(help="Import, check, clean, split, export, look at and complete data.", no_args_is_help=True)
+app = typer.Typer(
+    help="Import, check, clean, split, thin, export, look at and complete data.", no_args_is_help=True
+)
 app.command("import")(data_import.import_)
 app.command("export")(data_export.export)
 app.command("suggest")(data_suggest.suggest)
@@ -190,6 +192,35 @@ def split_file(
         named = ", ".join(f"{sanitize(row.desc)} ({row.records:,})" for row in absent[:SHOWN_CLASSES])
         more = f" and {len(absent) - SHOWN_CLASSES:,} more" if len(absent) > SHOWN_CLASSES else ""
         out.print(Text(f"without a held-out record: {named}{more}", style="yellow"))
+
+
+@app.command("thin")
+def thin_file(
+    file: FileArgument,
+    remove: Annotated[float, typer.Option(help="The share of labels to remove, e.g. 0.5.")],
+    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)],
+    by: Annotated[
+        Literal["object", "class", "size", "crowd"],
+        typer.Option(help="Remove any objects, classes of an image, mostly small ones, or mostly in full images."),
+    ] = "object",
+    seed: Annotated[int, typer.Option(help="Another seed removes other labels.")] = 0,
+) -> None:
+    """Remove labels at random, to measure what training makes of incomplete ones. Every image keeps a label.
+
+    The same file and seed give the same labels on every machine. Image paths stay the same, so the new file belongs
+    in the folder of the old one.
+    """
+    if not 0 < remove < 1:
+        raise UserError(f"--remove {remove:g} is no share of labels", "give e.g. --remove 0.5")
+    _need_sibling(file, target)
+    from coordexp.data.thin import thin
+
+    with progress(f"thinning {file}") as show:
+        thinned = thin(file, target, remove, by, seed, show)
+    share = thinned.removed / max(1, thinned.labels)
+    out.print(
+        f"wrote {target}: {thinned.removed:,} of {thinned.labels:,} labels removed ({share:.1%})", markup=False
+    )
 
 
 def need_image_reader(images: str) -> None:
