@@ -207,8 +207,8 @@ def thin_file(
 ) -> None:
     """Remove labels at random, to measure what training makes of incomplete ones. Every image keeps a label.
 
-    The same file and seed give the same labels on every machine. Image paths stay the same, so the new file belongs
-    in the folder of the old one.
+    The same file and seed give the same labels on every machine. Image paths stay the same, so the new file
+    belongs in the folder of the old one.
     """
     if not 0 < remove < 1:
         raise UserError(f"--remove {remove:g} is no share of labels", "give e.g. --remove 0.5")
@@ -217,10 +217,8 @@ def thin_file(
 
     with progress(f"thinning {file}") as show:
         thinned = thin(file, target, remove, by, seed, show)
-    share = thinned.removed / max(1, thinned.labels)
-    out.print(
-        f"wrote {target}: {thinned.removed:,} of {thinned.labels:,} labels removed ({share:.1%})", markup=False
-    )
+    share = f"{thinned.removed / max(1, thinned.labels):.1%}"
+    out.print(f"wrote {target} without {thinned.removed:,} of {thinned.labels:,} labels ({share})", markup=False)
 
 
 def need_image_reader(images: str) -> None:

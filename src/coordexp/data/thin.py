@@ -1,7 +1,7 @@
 """Remove labels from the records of a file, to measure what training makes of incomplete ones.
 
-Which labels go follows from the seed, the number of the line and the objects of the record alone. An image that has
-objects keeps one of them, so that no record says that its image is empty.
+Which labels go follows from the seed, the number of the line and the objects of the record alone. An image that
+has objects keeps one of them, so that no record says that its image is empty.
 """
 
 import random
