@@ -7,6 +7,7 @@ the interrupted one would have trained on.
 
 import itertools
 import json
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ FORMAT = 2  # of the carry buffer in a checkpoint
 _STREAMS = tuple(field.name for field in fields(Segment) if field.name != "prompt_length")
 RECENT = 0.9  # the weight of an earlier micro-batch, in the mean length, against the one after it
 GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2**64 times its fractional part; its multiples spread evenly
+# Records of a stage or set up to which an epoch is shuffled as an array: it has 4 MB and takes 0.1 s then.
+SHUFFLED = 1_000_000
+ROUNDS = 6  # of a keyed permutation, which make it uniform from about 150 records on
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,38 @@ def _no_length(record: int) -> int:
 
 def _never(record: int) -> bool:
     return False
+
+
+class KeyedPermutation:
+    """A permutation of any number of records, each place of which is computed by itself, so it needs no memory.
+
+    The numbers of the places stand in a table, row by row. A round rotates every column by a distance that its
+    number and a key decide, and then every row. After the rounds, the number in a cell says which record comes at
+    its place. The last row may be too long: a number beyond the records is a cell that is looked up in turn. (A
+    Feistel network with cycle walking.)"""
+
+    def __init__(self, records: Sequence[int] | NDArray[np.integer[Any]], random: np.random.Generator) -> None:
+        self._records = records
+        self._rows = math.isqrt(len(records) - 1) + 1
+        self._columns = -(-len(records) // self._rows)
+        self._keys = random.integers(2**64, size=(ROUNDS // 2, 2), dtype=np.uint64).tolist()
+
+    def __getitem__(self, place: int) -> int:
+        while True:
+            row, column = divmod(place, self._columns)
+            for key_of_column, key_of_row in self._keys:
+                row = (row + _mix(column ^ key_of_column)) % self._rows
+                column = (column + _mix(row ^ key_of_row)) % self._columns
+            place = row * self._columns + column
+            if place < len(self._records):
+                return int(self._records[place])
+
+
+def _mix(value: int) -> int:
+    """Return 64 bits, each of which depends on all 64 bits of the value (the last step of SplitMix64)."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
 
 
 class SampleOrder:
@@ -81,7 +117,8 @@ class SampleOrder:
         self._groups: list[NDArray[np.integer[Any]] | range] = [np.asarray(stage.records) for stage in stages]
         bounds = [0, *itertools.accumulate(mixture.sizes if mixture else (records,))]
         self._groups += [range(begin, end) for begin, end in itertools.pairwise(bounds)]
-        self._permutations: dict[int, tuple[int, np.ndarray]] = {}  # the latest epoch of a group, and its records
+        # The latest epoch of a group, and its records in their order.
+        self._permutations: dict[int, tuple[int, NDArray[np.uint32] | KeyedPermutation]] = {}
 
     def index(self, taken: int, is_broken: Callable[[int], bool] = _never) -> int:
         """Return the record that this rank takes after `taken` others. In place of a broken one, it takes the next
@@ -120,7 +157,9 @@ class SampleOrder:
         stages = [[stage.samples, len(stage.records)] for stage in self._stages]
         sets = [list(pair) for pair in zip(mixture.shares, mixture.sizes, strict=True)] if mixture else None
         own = {name: getattr(self, name) for name in ("records", "rank", "ranks", "seed", "shuffled")}
-        return own | {"stages": stages, "sets": sets}
+        # Checkpoints of versions that shuffled any number of records do not have it.
+        keyed = {"permutation": "keyed"} if self.shuffled and max(map(len, self._groups)) > SHUFFLED else {}
+        return own | {"stages": stages, "sets": sets} | keyed
 
     def _turn(self, taken: int) -> int:
         """Return how many samples all ranks take before the one that this rank takes after `taken` others. In a
@@ -137,7 +176,7 @@ class SampleOrder:
         following = (int(order[place % len(records)]) for place in itertools.count(offset))
         return next(record for record in following if not is_broken(record))
 
-    def _order_of(self, group: int, epoch: int) -> Sequence[int] | NDArray[np.integer[Any]]:
+    def _order_of(self, group: int, epoch: int) -> Sequence[int] | NDArray[np.integer[Any]] | KeyedPermutation:
         if not self.shuffled:
             return self._groups[group]
         if group not in self._permutations or self._permutations[group][0] != epoch:
@@ -146,14 +185,14 @@ class SampleOrder:
             self._permutations[group] = epoch, self._permute(group, epoch)
         return self._permutations[group][1]
 
-    def _permute(self, group: int, epoch: int) -> np.ndarray:
-        """Return the records of a stage or set in the order of an epoch, with 4 bytes for each."""
-        records = self._groups[group]
-        if isinstance(records, range):
-            order = np.arange(records.start, records.stop, dtype=np.uint32)
-        else:
-            order = records.astype(np.uint32)
-        np.random.default_rng((self.seed, group, epoch)).shuffle(order)
+    def _permute(self, group: int, epoch: int) -> NDArray[np.uint32] | KeyedPermutation:
+        """Return the records of a stage or set in the order of an epoch. Few of them are shuffled as they always
+        were, so that earlier runs can be resumed and repeated. Many would need too much memory for that."""
+        records, random = self._groups[group], np.random.default_rng((self.seed, group, epoch))
+        if len(records) > SHUFFLED:
+            return KeyedPermutation(records, random)
+        order = np.array(records, dtype=np.uint32)
+        random.shuffle(order)
         return order
 
 
