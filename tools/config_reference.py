@@ -1,7 +1,10 @@
 """The page docs/reference/config.md, from the classes of the settings. `python tools/reference.py` writes it."""
 
+import ast
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from coordexp.config import legacy, schema
 from coordexp.config.rollout import ServerEndpoint
@@ -14,18 +17,14 @@ OWN = ("output_dir", *PACKING_KEYS)  # the keys of `training` that are coordexp'
 
 HEADER = """\
 A config is a YAML file. `extends` names one or more files, relative to the config, whose values it starts from.
-Later files win, mappings are merged, lists are replaced as a whole, and a cycle is an error. Environment variables
-are not interpolated. Scalars follow YAML 1.2 (`1e-5` is a number, `no` is text). Unknown keys, keys that are
-written twice and values of the wrong type are errors. `coordexp check --config FILE --all` shows every value and
-where it came from.
-
-Paths in a config are relative to the folder that a command is run in. [decisions.md](../decisions.md) explains the
-decisions behind the settings.
-
-For completion and checks in an editor, write the schema with `coordexp check --schema > FILE` and begin a
-config with `# yaml-language-server: $schema=FILE`.
+Later files win, mappings are merged, lists are replaced as a whole. Environment variables are not interpolated.
+Scalars follow YAML 1.2 (`1e-5` is a number, `no` is text). Unknown keys, keys that are written twice and values of
+the wrong type are errors. `coordexp check --config FILE --all` shows every value and where it came from. Paths are
+relative to the folder that a command is run in. An editor completes and checks a config that begins with
+`# yaml-language-server: $schema=FILE`, where FILE was written by `coordexp check --schema > FILE`.
 """
 
+TRANSFORMERS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
 COLUMNS = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
 _PIPELINE = (
     "| `pipeline` | the lists `objective` and `diagnostics`, or null | `null` | See Pipeline modules below. |"
@@ -46,40 +45,51 @@ def render_config() -> Iterator[str]:
 
 
 def _sections() -> Iterator[str]:
-    """Yield a table for each section, in the order of the classes. In `training`, mirrored arguments come last."""
+    """Yield a table for each section, in the order of the classes, and the arguments of transformers in a list."""
     rows: dict[KeyPath, list[str]] = {(): []}
     mirrored: list[str] = []
+    ours = {*OWN, *_own_meanings()}
     for path, node in schema.leaves():
         row = _row(str(path[-1]), node)
         if path[-1] in ("objective", "diagnostics"):
             if path[-1] == "objective":
                 rows.setdefault(path[:-2], []).append(_PIPELINE)
-        elif path[0] == "training" and path[-1] not in OWN:
-            mirrored.append(row)
+        elif path[0] == "training" and path[-1] not in ours:
+            mirrored.append(f"`{path[-1]}` {_default(node)}")
         else:
             rows.setdefault(path[:-1], []).append(row)
-    rows[("training",)] += mirrored
     for path in rows:
         yield f"\n## `{'.'.join(map(str, path))}`\n" if path else "\n## Top level\n"
         section = schema.node_at(path, None)
         if path and section and "description" in section:
             yield section["description"] + "\n"
         if path == ("training",):
-            yield f"The first {len(OWN)} are coordexp's, the others are from transformers {TRANSFORMERS_VERSION}."
-            yield "Arguments of transformers that have no effect are refused: see Refused training arguments.\n"
+            yield f"Below the table are those that mean what [transformers {TRANSFORMERS_VERSION}]({TRANSFORMERS})"
+            yield "says; [some are refused](#refused).\n"
         yield COLUMNS
         yield from rows[path]
+        if path == ("training",):
+            yield f"\nArguments of transformers, with their defaults: {', '.join(mirrored)}."
     yield ""
 
 
+def _own_meanings() -> set[str]:
+    """Return the arguments of transformers whose meaning is our own."""
+    for node in ast.parse(Path(__file__).with_name("mirror_training_arguments.py").read_text()).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "OWN" and node.value:
+            return {name for name, changed in ast.literal_eval(node.value).items() if "help" in changed}
+    raise LookupError("mirror_training_arguments.py has no OWN")
+
+
 def _row(key: str, node: Node) -> str:
+    cells = [f"`{key}`", schema.describe(node), _default(node), schema.resolve(node).get("description", "")]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(node: Node) -> str:
     value = node.get("default")
     default = json.dumps(value) if not isinstance(value, str) else value or '""'
-    kind = schema.describe(node)
-    kind = kind if len(kind) < 160 else kind[:150].rpartition(",")[0] + ", ..."
-    default = f"`{default}`" if "default" in node else "required"
-    cells = [f"`{key}`", kind, default, schema.resolve(node).get("description", "")]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"`{default}`" if "default" in node else "required"
 
 
 def _entries() -> Iterator[str]:
@@ -111,21 +121,29 @@ def _modules() -> Iterator[str]:
 
 def _refusal_table() -> Iterator[str]:
     names = ", ".join(f"`{name}`" for name, refusal in sorted(REFUSED.items()) if refusal == UNUSED)
-    yield "## Refused training arguments\n"
-    yield "Arguments of `transformers.TrainingArguments` that `training` may not have. Each is an error.\n"
+    yield "## Refused\n\nArguments of `transformers.TrainingArguments` that are an error in `training`.\n"
     yield f"These {UNUSED[0].replace('has', 'have', 1)}: {names}.\n"
-    yield "| argument | problem | fix |\n| --- | --- | --- |"
-    yield from (f"| `{name}` | {text} | {fix} |" for name, (text, fix) in REFUSED.items() if (text, fix) != UNUSED)
-    yield ""
+    others = ((name, f"{text}; {fix}") for name, (text, fix) in REFUSED.items() if (text, fix) != UNUSED)
+    yield from _grouped("argument", others)
 
 
 def _legacy_table() -> Iterator[str]:
     yield "## Keys of older versions and of other tools\n\nEach is an error that says what to write instead.\n"
-    yield "| key | instead |\n| --- | --- |"
-    yield "| `custom.extra.rollout_matching.*` | write it under `rollout_matching`, at the top level |"
-    yield f"| `custom.trainer_variant: {legacy.OLD_VARIANT}` | `stage2_rollout_aligned` |"
-    yield from (f"| `{old}` | use {new} instead |" for old, new in legacy.RENAMED.items())
-    yield from (f"| `{old}` | {fix} |" for old, fix in legacy.REMOVED.items())
-    for module, names in legacy.ALIASES.items():
-        yield from (f"| `{alias}` in a `{module}` config | `{name}` |" for alias, name in names.items())
+    entries = [
+        ("custom.extra.rollout_matching.*", "write it under `rollout_matching`, at the top level"),
+        (f"custom.trainer_variant: {legacy.OLD_VARIANT}", "`stage2_rollout_aligned`"),
+        *((old, f"`{new}`") for old, new in legacy.RENAMED.items()),
+        *legacy.REMOVED.items(),
+        *((alias, f"`{name}`") for names in legacy.ALIASES.values() for alias, name in names.items()),
+    ]
+    yield from _grouped("key", entries)
+
+
+def _grouped(column: str, entries: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a table with one row for all names that have the same text."""
+    names = defaultdict(list)
+    for name, text in entries:
+        names[text].append(f"`{name}`")
+    yield f"| {column} | instead |\n| --- | --- |"
+    yield from (f"| {', '.join(group)} | {text} |" for text, group in names.items())
     yield ""

@@ -8,6 +8,7 @@ import builtins
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
@@ -33,64 +34,51 @@ PYTHON = (
         ("detect.detector:Detector", "detect.detections:Detections", "detect.detections:DetectedObject"),
     ),
     (
-        "Loss modules",
-        "[Extending coordexp](../extending.md#a-loss-module) has an example.",
+        "Parts that other packages add",
+        "[Extending coordexp](../extending.md) has an example of each.",
         (
             *("objective.modules:ModuleKind", "objective.modules:TermSpec", "objective.modules:Measure"),
             *("objective.modules:has_role", "objective.split:Split", "objective.collate:Supervision"),
+            *("rollout.backend:RolloutBackend", "rollout.backend:Request", "rollout.backend:Rollout"),
+            *("data.importers:SourceImage", "data.importers:SourceObject", "data.importers:ImportCounts"),
+            "families:Family",
         ),
     ),
     (
-        "Rollout backends",
-        "[Extending coordexp](../extending.md#a-rollout-backend) has an example.",
-        ("rollout.backend:RolloutBackend", "rollout.backend:Request", "rollout.backend:Rollout"),
+        "Records",
+        "Imports no torch. [Bring your data](../data.md) describes the files.",
+        (
+            "data:Record",
+            "data:RecordObject",
+            "data:parse_record",
+            "data:read_records",
+            "data:to_bin",
+            "data:to_pixels",
+        ),
     ),
-    (
-        "Import formats",
-        "[Extending coordexp](../extending.md#an-import-format) has an example.",
-        ("data.importers:*",),
-    ),
-    (
-        "Model families",
-        "[Extending coordexp](../extending.md#a-model-family) has an example.",
-        ("families:Family",),
-    ),
-    ("Records", "Imports no torch. [Bring your data](../data.md) describes the files.", ("data:*",)),
     (
         "Correction",
         "Imports no torch. [Correction policies](../correction.md) has an example.",
         (
-            "answers.correct:Choice",
-            "answers.correct:Correction",
-            "answers.correct:choose_answer",
-            "answers.correct:correct",
-            "answers.correct:make_noisy_answer",
-            "answers.entries:PredictedObject",
-            "answers.entries:Reason",
-            "answers.formats:AnswerFormat",
-            "answers.formats:CoordTokenAnswers",
-            "answers.formats:NativeAnswers",
-            "answers.formats:load_format",
-            "answers.match:MatchResult",
-            "answers.match:match_objects",
-            "answers.parse:ParsedRollout",
-            "answers.parse:ReadAnswer",
-            "answers.parse:parse_rollout",
-            "answers.segment:FieldOrder",
-            "answers.segment:Role",
-            "answers.segment:Segment",
-            "answers.segment:TokenKind",
-            "answers.segment:build_chat_segment",
-            "answers.segment:serialise",
-            "answers.table:COORD_TOKENS",
-            "answers.table:VocabularyError",
-            "answers.table:VocabularyTable",
-            "answers.transport:coord_targets",
+            *("answers.correct:correct", "answers.correct:choose_answer", "answers.correct:Correction"),
+            *("answers.formats:load_format", "answers.parse:parse_rollout", "answers.parse:ParsedRollout"),
+            *("answers.match:match_objects", "answers.match:MatchResult", "answers.segment:Segment"),
+            *("answers.segment:Role", "answers.table:VocabularyTable"),
         ),
     ),
-    ("Evaluation", "Imports no torch. [Predict and evaluate](../evaluation.md) explains it.", ("evaluate:*",)),
-    ("Configs", "Imports no torch. [All settings](config.md).", ("config:*",)),
-    ("Errors", "The errors that users can mend.", ("errors:UserError", "errors:Finding")),
+    (
+        "Evaluation",
+        "Imports no torch. [Predict and evaluate](../evaluation.md) explains it.",
+        (
+            *("evaluate:evaluate", "evaluate:evaluate_results", "evaluate:EvaluationReport"),
+            *("evaluate:read_truth", "evaluate:read_predictions", "evaluate:read_results"),
+        ),
+    ),
+    (
+        "Configs and errors",
+        "Imports no torch. [All settings](config.md).",
+        ("config:load_settings", "config:parse_settings", "errors:UserError", "errors:Finding"),
+    ),
 )
 
 
@@ -121,7 +109,8 @@ def render_pages() -> dict[str, str]:
 def render_cli() -> Iterator[str]:
     from coordexp.cli import app
 
-    yield "`coordexp COMMAND --help` prints the same in a terminal. Options of a command stand after its name.\n"
+    yield "`coordexp COMMAND --help` prints the same in a terminal. Options of a command stand after its name. The"
+    yield "default of an option is in brackets.\n"
     yield from _render_command(typer.main.get_command(app), "coordexp")
 
 
@@ -131,30 +120,20 @@ def _render_command(command: Any, name: str) -> Iterator[str]:
     yield f"{escape(inspect.cleandoc(command.help or ''))}\n"
     arguments = [item for item in command.params if item.param_type_name == "argument"]
     options = [item for item in command.params if item.param_type_name == "option"]
-    if not commands:
-        words = [name, *(_argument_name(item) for item in arguments), "[OPTIONS]" if options else ""]
-        yield f"```text\n{' '.join(filter(None, words))}\n```\n"
     if arguments:
-        rows = [(code(_argument_name(item)), describe_type(item), escape(_help(item))) for item in arguments]
-        yield from render_table(("argument", "value", "meaning"), rows)
-    if options:
-        rows = [
-            (_option_names(item), describe_type(item), _default(item), escape(_help(item))) for item in options
-        ]
-        yield from render_table(("option", "value", "default", "meaning"), rows)
+        yield f"`{' '.join([name, *map(_argument_name, arguments), '[OPTIONS]'])}`\n"
+    rows = [(code(_argument_name(item)), _value_of(item), escape(_help(item))) for item in arguments]
+    rows += [(_option_names(item), _value_of(item), escape(_help(item))) for item in options]
+    if rows:
+        yield from render_table(("", "value", "meaning"), rows)
     if commands:
-        rows = [(code(f"{name} {inner}"), escape(_summary(commands[inner]))) for inner in sorted(commands)]
-        yield from render_table(("command", "what it does"), rows)
+        yield f"Commands: {', '.join(map(code, sorted(commands)))}.\n"
     for inner in sorted(commands):
         yield from _render_command(commands[inner], f"{name} {inner}")
 
 
 def _help(item: Any) -> str:
     return " ".join((item.help or "").split())
-
-
-def _summary(command: Any) -> str:
-    return command.short_help or " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
 
 
 def _argument_name(item: Any) -> str:
@@ -169,12 +148,16 @@ def _option_names(item: Any) -> str:
     return f"{names}; {', '.join(map(code, item.secondary_opts))}" if item.secondary_opts else names
 
 
-def _default(item: Any) -> str:
+def _value_of(item: Any) -> str:
+    """Return the kind of value of an option or argument, and its default in brackets."""
+    default = item.default if isinstance(item.default, list | tuple) else [item.default]
     if item.required:
-        return "required"
-    if (item.is_flag and not item.secondary_opts) or item.default is None or item.default in ((), []):
-        return ""
-    return code(" ".join(map(str, item.default)) if isinstance(item.default, list | tuple) else str(item.default))
+        note = "(required)"
+    elif (getattr(item, "is_flag", False) and not item.secondary_opts) or not default or default == [None]:
+        note = ""
+    else:
+        note = f"({code(' '.join(map(str, default)))})"
+    return " ".join(filter(None, (describe_type(item), note)))
 
 
 def describe_type(item: Any) -> str:
@@ -199,27 +182,12 @@ def describe_type(item: Any) -> str:
 
 
 def render_python() -> Iterator[str]:
-    yield "Modules are named without `coordexp.`: `detect.detector` is `coordexp.detect.detector`.\n"
+    yield "What you call, with the first sentence of each docstring; `help(NAME)` prints the rest. Modules are"
+    yield "named without `coordexp.`: `detect.detector` is `coordexp.detect.detector`.\n"
     for heading, sentence, names in PYTHON:
         yield f"## {heading}\n\n{sentence}\n"
-        for module, name in _expand_names(names):
-            yield from _render_definition(module, name)
-
-
-def _expand_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for entry in names:
-        module, _, name = entry.partition(":")
-        chosen = _exported_names(module) if name == "*" else [name]
-        yield from ((module, public) for public in chosen)
-
-
-def _exported_names(module: str) -> list[str]:
-    (exported,) = [
-        node.value
-        for node in parse_module(module).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    return list(ast.literal_eval(exported))
+        for entry in names:
+            yield from _render_definition(*entry.split(":"))
 
 
 @cache
@@ -246,53 +214,46 @@ def _find_definition(module: str, name: str) -> tuple[str, ast.stmt]:
 
 def _render_definition(module: str, name: str) -> Iterator[str]:
     origin, node = _find_definition(module, name)
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef), f"{name} is neither a function nor a class"
     yield f"### `{name}`\n"
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        source = ast.unparse(node).replace("'", '"')
-        yield f"```python\n{source}\n```\n\nIn `{origin}`.\n"
-    elif isinstance(node, ast.FunctionDef):
-        yield f"```python\n{format_signature(node, name)}\n```\n\nIn `{origin}`. {_describe(node)}\n"
-    elif isinstance(node, ast.ClassDef):
-        yield from _render_class(origin, node)
+    shown = format_signature(node, name) if isinstance(node, ast.FunctionDef) else _format_class(node)
+    yield f"```python\n{shown}\n```\n\nIn `{origin}`. {_summarise(node)}\n"
+    methods = list(_describe_methods(node)) if isinstance(node, ast.ClassDef) else []
+    yield from [*methods, ""] if methods else []
 
 
-def _render_class(module: str, node: ast.ClassDef) -> Iterator[str]:
-    methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
-    start = next((item for item in methods if item.name == "__init__"), None)
-    bases = [ast.unparse(base) for base in node.bases]
-    signature = format_signature(start, node.name) if start else f"class {node.name}({', '.join(bases)})"
-    yield f"```python\n{signature.removesuffix('()')}\n```\n\nIn `{module}`. {_describe(node)}\n"
-    members = [item for item in node.body if isinstance(item, ast.AnnAssign) and not _is_private(item)]
-    rows = [
-        (code(ast.unparse(item.target)), code(ast.unparse(item.annotation)), _value(item.value))
-        for item in members
-    ]
+def _format_class(node: ast.ClassDef) -> str:
+    """Return how a class is called, with the fields of a dataclass, or its name and the values of an enum."""
+    starts = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+    if starts:
+        return format_signature(starts[0], node.name).removesuffix("()")
+    fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign) and not _is_private(item)]
     if any(ast.unparse(base) in ("StrEnum", "IntEnum", "Enum") for base in node.bases):
-        values = [item for item in node.body if isinstance(item, ast.Assign)]
-        rows = [(code(ast.unparse(item.targets[0])), "", _value(item.value)) for item in values]
-    if rows:
-        yield from render_table(("field", "type", "default"), rows)
-    is_protocol = "Protocol" in bases
-    public = [
-        item
-        for item in methods
-        if (not item.name.startswith("_") or item.name == "__call__") and (is_protocol or ast.get_docstring(item))
-    ]
-    rows = []
-    for method in public:
+        fields = [ast.unparse(item.targets[0]) for item in node.body if isinstance(item, ast.Assign)]
+    return _fold(f"class {node.name}", fields) if fields else f"class {node.name}"
+
+
+def _describe_methods(node: ast.ClassDef) -> Iterator[str]:
+    """Yield a line for each public method or property that has a docstring."""
+    for method in node.body:
+        is_function = isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        if not is_function or not ast.get_docstring(method) or method.name == "__init__":
+            continue
+        if method.name.startswith("_") and method.name != "__call__":
+            continue
         is_property = any(ast.unparse(mark) in ("property", "cached_property") for mark in method.decorator_list)
         shown = method.name if is_property else format_signature(method, method.name, width=10_000)
-        rows.append((code(shown), _describe(method).replace("\n", " ")))
-    if rows:
-        yield from render_table(("method or property", "what it does"), rows)
+        yield f"- `{shown}`: {_summarise(method)}"
 
 
 def _is_private(item: ast.AnnAssign) -> bool:
     return ast.unparse(item.target).startswith("_") or ast.unparse(item.annotation).startswith("ClassVar")
 
 
-def _value(value: ast.expr | None) -> str:
-    return "" if value is None else code(ast.unparse(value))
+def _summarise(node: Any) -> str:
+    """Return the first sentence of a docstring."""
+    words = " ".join(_describe(node).partition("\n\n")[0].split())
+    return re.split(r"(?<=[a-z0-9`)\]]\.) (?=[A-Z`])", words)[0]
 
 
 def _describe(node: Any) -> str:
@@ -308,11 +269,16 @@ def format_signature(node: Any, name: str, width: int = WIDTH) -> str:
         arguments = skipped
     inside = ast.unparse(arguments)
     result = f" -> {ast.unparse(node.returns)}" if node.returns and ast.unparse(node.returns) != "None" else ""
-    line = f"{name}({inside}){result}"
+    return _fold(name, split_at_commas(inside), result, width)
+
+
+def _fold(name: str, parts: Sequence[str], result: str = "", width: int = WIDTH) -> str:
+    """Return a call on one line if it fits, or else with as many arguments on a line as fit."""
+    line = f"{name}({', '.join(parts)}){result}"
     if len(line) <= width:
         return line
-    parts = split_at_commas(inside)
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+    body = textwrap.fill(", ".join(part.replace(" ", "\0") for part in parts), width - 4, break_long_words=False)
+    return f"{name}(\n{textwrap.indent(body, '    ')},\n){result}".replace("\0", " ")
 
 
 def split_at_commas(source: str) -> list[str]:

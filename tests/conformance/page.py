@@ -50,7 +50,8 @@ What the proofs ran on, and for how many parts (a part can have several proofs):
 {kinds}
 
 "A fake" is a stand-in for a server, an engine or a model that a test uses to inject faults or to watch what is
-sent. The table names the test that is closest to reality; `grep -rn R05.C1 tests` finds all tests of a part.
+sent. The table names the file with the test that is closest to reality, below `tests/`; `grep -rn R05.C1 tests`
+finds all tests of a part.
 
 {gpu}
 
@@ -58,12 +59,10 @@ sent. The table names the test that is closest to reality; `grep -rn R05.C1 test
 | --- | --- | --- | --- |
 """
 
-GPU = """**No test has run on a GPU**, because none was available. For the {count} parts below that could matter:
-their proof involves a model, an engine, processes or a fake, so a device could change the outcome. The other parts
-depend on no device. Never executed at all are transfers by NCCL, pinned-memory offload, and vLLM's
-second model runner (the default on GPUs) in a real engine.
-
-{ids}"""
+GPU = """**No test has run on a GPU**, because none was available. For {count} parts that could matter: their proof
+involves a model, an engine, processes or a fake, so a device could change the outcome. The other parts depend on
+no device. Never executed at all are transfers by NCCL, pinned-memory offload, and vLLM's second
+model runner (the default on GPUs) in a real engine."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def render() -> str:
         parts=len(parts()),
         unproven=_unproven(),
         deviating=len(deviations()),
-        kinds="\n".join(f"- {KINDS[kind]}: {count}" for kind, count in by_kind.items()),
+        kinds="\n".join(f"- {kind}: {KINDS[kind]}, {count}" for kind, count in by_kind.items()),
         gpu=_gpu(proven),
     )
     return header + "\n".join(rows) + "\n" + _deviations()
@@ -136,29 +135,22 @@ def _unproven() -> str:
 
 
 def _gpu(proven: list[str]) -> str:
-    dependent = [identity for identity in proven if _kinds(identity) - INDEPENDENT_OF_DEVICE]
-    by_requirement: dict[str, list[str]] = defaultdict(list)
-    for identity in dependent:
-        requirement, _, part = identity.partition(".")
-        by_requirement[requirement].append(part)
-    lines = "; ".join(f"{requirement} {' '.join(own)}" for requirement, own in by_requirement.items())
-    return GPU.format(count=len(dependent), ids=lines + ".")
+    return GPU.format(count=sum(bool(_kinds(identity) - INDEPENDENT_OF_DEVICE) for identity in proven))
 
 
 def _requirement_row(identity: str) -> str:
     own = [part for part in parts() if part.startswith(f"{identity}.")]
     proven = sum(part in claims() for part in own)
-    return f"| **{identity}** | **{titles()[identity]}** | | {proven} of {len(own)} parts proven |"
+    return f"| **{identity}** | **{titles()[identity]}** | | {proven} of {len(own)} |"
 
 
 def _part_row(identity: str) -> str:
-    kinds = ", ".join(KINDS[kind] for kind in KINDS if kind in _kinds(identity))
+    kinds = " ".join(kind for kind in KINDS if kind in _kinds(identity))
     absent = "not done, by choice" if identity in deviations() else "not proven"
     proofs = sorted(claims().get(identity, []), key=lambda claim: list(KINDS).index(claim.kind))
-    others = f" and {len(proofs) - 1} more" if len(proofs) > 1 else ""
-    tests = f"`{proofs[0].test.removeprefix('tests/')}`{others}" if proofs else absent
+    file = proofs[0].test.partition("::")[0].removeprefix("tests/") if proofs else absent
     note = " [deviation](#deviations)" if identity in deviations() else ""
-    return f"| {identity} | {titles()[identity]}{note} | {kinds} | {tests} |"
+    return f"| {identity} | {titles()[identity]}{note} | {kinds} | {file} |"
 
 
 def _deviations() -> str:
