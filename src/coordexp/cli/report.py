@@ -152,7 +152,7 @@ def inspect(
         int,
         typer.Option(
             min=1,
-            help="Most dumped examples on the page: the first step, the last, recurring images, then evenly.",
+            help="Most dumped examples on the page: the first step, the last, and others evenly.",
         ),
     ] = 200,
     serve: Annotated[
