@@ -60,6 +60,7 @@ PYTHON = (
         "Correction",
         "Imports no torch. [Correction policies](../correction.md) has an example.",
         (
+            "answers.correct:Choice",
             "answers.correct:Correction",
             "answers.correct:choose_answer",
             "answers.correct:correct",

@@ -29,6 +29,7 @@ METRICS = {
     "match/missed": "true objects without a pair; they are added to the answer",
     "match/extra": "valid objects without a pair (false positives)",
     "match/gate_rejections": "overlapping pairs below `maskiou_gate`",
+    "match/agreed": "with `choice.rule: union`: objects without a label that enough answers agree on",
     "target/prefix_tokens": "tokens of rollouts that are kept, up to the first change",
     "target/appended_tokens": "tokens that follow them, including the end of turn",
     "target/duplicates_removed": "objects that a correction policy left out as duplicates",

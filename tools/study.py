@@ -111,6 +111,12 @@ VARIANTS: dict[str, Settings] = {
     "in-order-two-channel": TWO_CHANNELS | FAST | IN_ORDER,
     "in-order-sampled": ALONE | SLOW | IN_ORDER | SAMPLED,
     "in-order-best-of-4": ALONE | SLOW | IN_ORDER | BEST_OF_4,
+    "in-order-union": ALONE | SLOW | IN_ORDER | BEST_OF_4 | {"rollout_matching.choice.rule": "union"},
+    "in-order-pseudo-labels": ALONE
+    | SLOW
+    | IN_ORDER
+    | BEST_OF_4
+    | {"rollout_matching.choice.rule": "union", "rollout_matching.choice.pseudo_labels": True},
     "noise": ALONE | SLOW | IN_ORDER | {"rollout_matching.noise.enabled": True},
     # What docs/correction.md recommends. The rest depends on the share of objects that are labelled.
     "recommended": ALONE | FASTEST | IN_ORDER | {f"{CORRECTION}.supervise": "matched_with_desc"},

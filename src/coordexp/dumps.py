@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from coordexp.files import BestEffort, append_line, drop_torn_line, write_whole
 from coordexp.rollout.backend import Request, Rollout
 
 if TYPE_CHECKING:  # matching needs scipy, and whoever only looks for files should not wait for it
-    from coordexp.answers.correct import Correction
+    from coordexp.answers.correct import Choice, Correction
     from coordexp.answers.segment import FieldOrder
     from coordexp.objective.carry import ExampleId
 
@@ -46,6 +46,7 @@ CORRECTION_SETTINGS = (
     "fn_cost",
     "optimal_transport",
     "correction",
+    "choice",
 )
 _STREAMS = ("ids", "roles", "kinds", "sides", "coord_targets", "weights")
 _STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
@@ -98,6 +99,14 @@ class DumpedAnswers(Protocol):
     def rollouts(self) -> tuple[Rollout, ...]: ...
 
 
+def _describe_objects(objects: Sequence[TrueObject]) -> list[dict[str, Any]]:
+    return [{"desc": true.desc, "kind": true.geometry.kind, "bins": true.geometry.bins} for true in objects]
+
+
+def _read_objects(objects: Sequence[Mapping[str, Any]]) -> list[TrueObject]:
+    return [TrueObject(true["desc"], Geometry(true["kind"], tuple(true["bins"]))) for true in objects]
+
+
 def describe_correction(correction: "Correction") -> dict[str, Any]:
     """Return a correction as plain JSON values."""
     parsed, match, segment = correction.parsed, correction.match, correction.segment
@@ -142,16 +151,17 @@ def replay(line: str | bytes, table: VocabularyTable) -> list[str]:
     dumped = json.loads(line)
     if dumped["format"] != FORMAT:
         raise ValueError(f"a dump of format {dumped['format']}; this version reads {FORMAT}")
-    rollout = dumped["rollout"]
+    rollout, agreed = dumped["rollout"], dumped.get("choice", {}).get("agreed")
     from coordexp.answers.correct import correct
 
     correction = correct(
         rollout["prompt_ids"],
         rollout["ids"],
-        [TrueObject(true["desc"], Geometry(true["kind"], tuple(true["bins"]))) for true in dumped["truth"]],
+        _read_objects(dumped["truth"]),
         table=table,
         order=dumped["order"],
         settings=RolloutMatching.model_validate(dumped["settings"]),
+        agreed=None if agreed is None else _read_objects(agreed),
     )
     return list(_differences("result", dumped["result"], describe_correction(correction)))
 
@@ -222,23 +232,25 @@ class DumpWriter:
     _step: int = -1  # the latest one that was chosen
     _lines: dict["ExampleId", tuple[str, int]] = field(default_factory=dict)
 
-    def add(self, id: "ExampleId", answered: DumpedAnswers, chosen: int, correction: "Correction") -> None:
+    def add(self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction") -> None:
         """Dump the example if its step was chosen and has room."""
         if id.step // self.every != self._step // self.every:
             self._step = id.step
         file = step_file(id.step)
         if id.step != self._step or self.folder.count(file) >= self.samples:
             return
-        number = self.folder.add(file, self._to_line(id, answered, chosen, correction))
+        number = self.folder.add(file, self._to_line(id, answered, choice, correction))
         if number is not None:
             self._lines[id] = file, number
 
-    def _to_line(self, id: "ExampleId", answered: DumpedAnswers, chosen: int, correction: "Correction") -> str:
+    def _to_line(
+        self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction"
+    ) -> str:
         """Return an example as a line of JSON: enough to see what was done, and to do it again without a model.
         Its place has the number of the record in the data file, from 0, instead of its number within the
-        micro-step. If there were several rollouts, `choice` says which was chosen, and `seed` is that of the
+        micro-step. If there were several rollouts, `choice` says how one was chosen, and `seed` is that of the
         first request, which identifies the sample."""
-        request, rollout = answered.requests[chosen], answered.rollouts[chosen]
+        request, rollout = answered.requests[choice.index], answered.rollouts[choice.index]
         decode = asdict(request.decode) | {"guard": request.decode.guard.model_dump(mode="json")}
         example: dict[str, Any] = {
             "format": FORMAT,
@@ -247,10 +259,7 @@ class DumpWriter:
             "decode": decode,
             "seed": request.seed,
             "rollout": asdict(rollout),
-            "truth": [
-                {"desc": true.desc, "kind": true.geometry.kind, "bins": true.geometry.bins}
-                for true in answered.sample.truth
-            ],
+            "truth": _describe_objects(answered.sample.truth),
             "order": self.order,
             "settings": self.settings.model_dump(mode="json", include=set(CORRECTION_SETTINGS)),
             "result": describe_correction(correction),
@@ -259,9 +268,10 @@ class DumpWriter:
             example["question"] = request.question
         if len(answered.rollouts) > 1:
             example["choice"] = {
-                "index": chosen,
+                "index": choice.index,
                 "seed": answered.requests[0].seed,
                 "texts": [rollout.text for rollout in answered.rollouts],
+                "agreed": None if choice.agreed is None else _describe_objects(choice.agreed),
             }
         return json.dumps(example)
 

@@ -28,6 +28,7 @@ OTHER = Said(answer(entry("object_1", HOSTILE, LAMP)))
 SETTINGS = {
     "rollouts_per_sample": 3,
     "decoding": {"temperature": 0.7},
+    "choice": {"rule": "union"},
     "correction": {
         "duplicates": "remove",
         "extras": "remove",
@@ -35,12 +36,12 @@ SETTINGS = {
         "supervise": "matched",
     },
 }
-ROOF_OWNER, MUG_OWNER, SOFA_OWNER, DOG_OWNER = 0, 2, 3, -3
+ROOF_OWNER, MUG_OWNER, SOFA_OWNER, DOG_OWNER, LAMP_OWNER = 0, 2, 3, -3, -5
 
 
 @pytest.fixture
 def page(open_page: Open, tmp_path: Path) -> Page:
-    """The corrected answer is the cup, the dog and the roof."""
+    """The corrected answer is the lamp that the other answers agree on, the cup, the dog and the roof."""
     script = {name: [said] * 3 for name, said in SCRIPT.items()} | {"partly.png": [OTHER, MESSY, OTHER]}
     folder = write_dumped_run(tmp_path / "run", steps=(0,), script=script, **SETTINGS)
     return open_page(RunInspectorPage(folder), "#1.0.0")
@@ -51,16 +52,18 @@ def of_owner(page: Page, selector: str, owner: int) -> str:
 
 
 def test_what_was_removed_moved_and_added_is_named_in_the_list_and_in_the_image(page: Page) -> None:
-    rows = {owner: of_owner(page, ".object", owner).split("\n")[:4] for owner in (0, 2, 3, -3)}
+    rows = {owner: of_owner(page, ".object", owner).split("\n")[:4] for owner in (0, 2, 3, -3, -5)}
     assert rows[MUG_OWNER] == ["duplicate", "object_3", "mug", "repeats another object: removed"]
     assert rows[SOFA_OWNER] == ["extra", "object_4", "sofa", "matches no true object: removed"]
-    assert rows[ROOF_OWNER][3].endswith("moved: object_1 → object_3")
-    assert rows[DOG_OWNER][3] == "added as object_2"
+    assert rows[ROOF_OWNER][3].endswith("moved: object_1 → object_4")
+    assert rows[DOG_OWNER][3] == "added as object_3"
+    assert rows[LAMP_OWNER][0] == "agreed"
+    assert rows[LAMP_OWNER][3].endswith("added as object_1")
     tags = {owner: of_owner(page, ".tag", owner) for owner in rows}
     assert tags[MUG_OWNER].endswith("duplicate")
     assert tags[SOFA_OWNER].endswith("removed")
-    assert tags[ROOF_OWNER].endswith("1 → 3")
-    assert tags[DOG_OWNER].endswith("→ 2")
+    assert tags[ROOF_OWNER].endswith("1 → 4")
+    assert tags[DOG_OWNER].endswith("→ 3")
     assert page.locator("#stage .shape line").count() == 2, "shapes that were removed are struck through"
 
 
@@ -69,6 +72,8 @@ def test_a_token_of_an_added_object_highlights_it_and_one_of_a_moved_object_both
     assert page.locator("#stage .shape.lit").evaluate_all("nodes => nodes.map(n => n.dataset.owner)") == ["-3"]
     expect(page.locator(".object.lit .desc")).to_have_text(["dog"])
     expect(page.locator(".owner")).to_contain_text("x1 of true 2, dog (missed)")
+    page.locator(f'#strip .token.bin[data-owner="{LAMP_OWNER}"]').first.click()
+    assert page.locator("#stage .shape.lit.agreed").count() == 1
     moved = page.locator(f'#strip .token.bin[data-owner="{ROOF_OWNER}"]')
     assert moved.count() == 12
     for at in (0, 6):

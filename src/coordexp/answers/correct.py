@@ -7,10 +7,13 @@ costs no generation. If training on them helps as much, rollouts are not worth t
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordexp.answers.match import MatchResult, find_duplicates, match_objects
+import numpy as np
+
+from coordexp.answers.match import MatchResult, find_duplicates, match_objects, pairwise_iou
 from coordexp.answers.parse import ParsedRollout, parse_rollout
 from coordexp.answers.segment import FieldOrder, Segment, serialise
 from coordexp.answers.table import VocabularyTable
@@ -19,20 +22,32 @@ from coordexp.config.rollout import NoiseAnswers, RolloutMatching
 from coordexp.data import BINS, Geometry, TrueObject, is_degenerate
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The answer that is trained on, as an index, and the objects that enough answers agree on and that no label
+    has. `agreed` is None unless the rule is `union`."""
+
+    index: int
+    agreed: tuple[TrueObject, ...] | None = None
+
+
 def choose_answer(
     answers: Sequence[Sequence[int]],
     truth: Sequence[TrueObject],
     *,
     table: VocabularyTable,
     settings: RolloutMatching,
-) -> int:
-    """Return the index of the answer with the highest F1 against the labels, by shapes alone. Of several, it is
+) -> Choice:
+    """Return the choice of the answer with the highest F1 against the labels, by shapes alone. Of several, it is
     the one with the fewest duplicates, then the most right names, then the fewest invalid objects, then the
     first."""
     if len(answers) == 1:
-        return 0
-    ranks = [_rank(parse_rollout(answer, table), truth, settings) for answer in answers]
-    return ranks.index(max(ranks))
+        return Choice(0)
+    parsed = [parse_rollout(answer, table) for answer in answers]
+    index = max(range(len(parsed)), key=[_rank(answer, truth, settings) for answer in parsed].__getitem__)
+    if settings.choice.rule == "best":
+        return Choice(index)
+    return Choice(index, find_agreed(parsed, truth, settings))
 
 
 def _rank(
@@ -47,6 +62,53 @@ def _rank(
     right_names = sum(valid[i].desc == truth[j].desc for i, j in match.pairs)
     invalid = len(answer.objects) - len(valid) + answer.unread + answer.fallback
     return f1, -len(duplicates), right_names, -invalid
+
+
+def find_agreed(
+    answers: Sequence[ParsedRollout], truth: Sequence[TrueObject], settings: RolloutMatching
+) -> tuple[TrueObject, ...]:
+    """Return the objects that at least `choice.votes` answers have and that overlap no true object by
+    `maskiou_gate`. Duplicates within an answer do not count.
+
+    Objects of different answers are the same if they overlap like duplicates. The sides of an agreed box are the
+    medians over the answers, an agreed polygon is that of the first answer, and the desc is the most frequent one.
+    """
+    policy, resolution = settings.correction, settings.maskiou_resolution
+    objects = []
+    for number, answer in enumerate(answers):
+        shapes = answer.shapes
+        duplicates = set(find_duplicates(shapes, policy.duplicate_iou, resolution))
+        objects += [
+            (number, TrueObject(str(prediction.desc), shape))
+            for i, (prediction, shape) in enumerate(zip(answer.valid, shapes, strict=True))
+            if i not in duplicates
+        ]
+    if not objects:
+        return ()
+    shapes = [thing.geometry for _, thing in objects] + [true.geometry for true in truth]
+    iou = pairwise_iou(shapes, resolution)[: len(objects)]
+    is_free = np.logical_not((iou[:, len(objects) :] >= settings.maskiou_gate).any(axis=1))
+    is_same = iou[:, : len(objects)] >= policy.duplicate_iou
+    agreed = []
+    for first in range(len(objects)):
+        if not is_free[first]:
+            continue
+        members: dict[int, TrueObject] = {}
+        for k in np.flatnonzero(is_same[first] & is_free).tolist():
+            is_free[k] = False
+            members.setdefault(objects[k][0], objects[k][1])
+        if len(members) >= settings.choice.votes:
+            agreed.append(_merge(objects[first][1], list(members.values())))
+    return tuple(agreed)
+
+
+def _merge(first: TrueObject, members: Sequence[TrueObject]) -> TrueObject:
+    desc = Counter(member.desc for member in members).most_common(1)[0][0]
+    if any(member.geometry.kind != "bbox_2d" for member in members):
+        return TrueObject(desc, first.geometry)
+    sides = np.median([member.geometry.bins for member in members], axis=0)
+    x1, y1, x2, y2 = (round(side) for side in sides.tolist())
+    return TrueObject(desc, Geometry("bbox_2d", (x1, y1, x2, y2)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +135,16 @@ def correct(
     table: VocabularyTable,
     order: FieldOrder,
     settings: RolloutMatching,
+    agreed: Sequence[TrueObject] | None = None,
 ) -> Correction:
-    """Return the correction of an answer, given the token ids of its prompt and the true objects of its image."""
+    """Return the correction of an answer, given the token ids of its prompt and the true objects of its image.
+    `agreed` are objects without a label that several answers to the image have. It is None unless the rule of the
+    choice is `union`."""
     parsed = parse_rollout(answer_ids, table)
     match = match_objects(parsed.shapes, [true.geometry for true in truth], settings)
-    segment, rebuilt = build_target(prompt_ids, parsed, match, truth, table=table, order=order, settings=settings)
+    segment, rebuilt = build_target(
+        prompt_ids, parsed, match, truth, table=table, order=order, settings=settings, agreed=agreed
+    )
     return Correction(parsed, match, segment, rebuilt)
 
 

@@ -23,7 +23,7 @@ encoded anew.
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.answers.entries import Span
-from coordexp.answers.match import MatchResult, find_duplicates
+from coordexp.answers.match import MatchResult, find_duplicates, match_objects, pairwise_iou
 from coordexp.answers.parse import ParsedRollout
 from coordexp.answers.segment import (
     SUPERVISED_ROLE,
@@ -63,8 +63,8 @@ class Item(NamedTuple):
     """An object of the corrected answer.
 
     `predicted` is its index among the valid objects of the rollout, or None if it was inserted. `true` is its
-    index among the true objects, or None for an extra. `targets` are those of its coordinates, or None for an
-    extra, which is not supervised.
+    index among the true objects, or None for an extra and for an object that several answers agree on. `targets`
+    are those of its coordinates, or None if the object is not supervised.
     """
 
     predicted: int | None
@@ -74,9 +74,10 @@ class Item(NamedTuple):
     targets: tuple[float, ...] | None
 
     @classmethod
-    def insert(cls, true: int, thing: TrueObject) -> "Item":
-        """Return the item of a true object that the rollout does not have."""
-        return cls(None, true, thing.desc, thing.geometry, tuple(map(float, thing.geometry.bins)))
+    def insert(cls, true: int | None, thing: TrueObject, *, is_supervised: bool = True) -> "Item":
+        """Return the item of an object that the rollout does not have."""
+        targets = tuple(map(float, thing.geometry.bins)) if is_supervised else None
+        return cls(None, true, thing.desc, thing.geometry, targets)
 
     @property
     def part(self) -> Part:
@@ -122,25 +123,43 @@ def build_target(
     table: VocabularyTable,
     order: FieldOrder,
     settings: RolloutMatching,
+    agreed: Sequence[TrueObject] | None = None,
 ) -> tuple[Segment, Rebuilt | None]:
     """Return the segment of the corrected answer, and what was changed, or None if the answer was only continued.
-    `match` pairs `parsed.valid` with `truth`."""
-    policy = settings.correction
+
+    `match` pairs `parsed.valid` with `truth`. `agreed` are objects that no label has and several answers do: with
+    them, even if there are none, the answer is rebuilt under every policy."""
+    policy, shapes = settings.correction, parsed.shapes
+    is_kept = policy.is_specified and agreed is None
     duplicates: tuple[int, ...] = ()
     if policy.duplicates != "keep":
         duplicates = find_duplicates(
-            parsed.shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
+            shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
         )
-    removed: tuple[int, ...] = ()
-    if policy.extras == "remove":
-        removed = tuple([i for i in match.false_positives if i not in duplicates])
-    items = _make_predicted_items(parsed, match, truth, {*duplicates, *removed}, settings)
+    extras = [i for i in match.false_positives if i not in duplicates]
+    confirmed, unseen = _match_agreed(shapes, extras, agreed or (), settings)
+    removed = tuple([i for i in extras if policy.extras == "remove" and i not in confirmed])
+    items = _make_predicted_items(parsed, match, truth, {*duplicates, *removed}, confirmed, settings)
+    items += [Item.insert(None, thing, is_supervised=settings.choice.pseudo_labels) for thing in unseen]
     items += [Item.insert(j, truth[j]) for j in match.missed]
     items = _order_items(items, policy)
-    answer = (_continue_answer if policy.is_specified else _rewrite_answer)(parsed, items, order, table)
+    answer = (_continue_answer if is_kept else _rewrite_answer)(parsed, items, order, table)
     segment = _make_segment(prompt_ids, parsed, answer, items, policy, table)
-    rebuilt = None if policy.is_specified else Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
-    return segment, rebuilt
+    return segment, None if is_kept else Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
+
+
+def _match_agreed(
+    shapes: Sequence[Geometry], extras: Sequence[int], agreed: Sequence[TrueObject], settings: RolloutMatching
+) -> tuple[dict[int, TrueObject], list[TrueObject]]:
+    """Return the extras that are among the agreed objects, and the agreed objects that this answer does not have.
+    An agreed object that repeats any object of the answer, such as a duplicate that was removed, is neither."""
+    if not agreed:
+        return {}, []
+    agreed_shapes = [thing.geometry for thing in agreed]
+    match = match_objects([shapes[i] for i in extras], agreed_shapes, settings)
+    iou = pairwise_iou([*shapes, *agreed_shapes], settings.maskiou_resolution)[len(shapes) :, : len(shapes)]
+    repeats = set(np.nonzero(iou >= settings.correction.duplicate_iou)[0].tolist())
+    return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed if j not in repeats]
 
 
 def _make_predicted_items(
@@ -148,17 +167,22 @@ def _make_predicted_items(
     match: MatchResult,
     truth: Sequence[TrueObject],
     left_out: set[int],
+    confirmed: Mapping[int, TrueObject],
     settings: RolloutMatching,
 ) -> list[Item]:
-    """Return the predicted objects that stay, in the order of the answer."""
+    """Return the predicted objects that stay, in the order of the answer. `confirmed` are extras that other
+    answers have too, with what they agree on."""
     partner, shapes = dict(match.pairs), parsed.shapes
-    pairs = [(shapes[i], truth[j].geometry) for i, j in match.pairs]
-    targets = dict(zip(partner, coord_targets(pairs, settings.optimal_transport), strict=True))
+    labels = {i: truth[j] for i, j in match.pairs}
+    if settings.choice.pseudo_labels:
+        labels |= confirmed
+    pairs = [(shapes[i], label.geometry) for i, label in labels.items()]
+    targets = dict(zip(labels, coord_targets(pairs, settings.optimal_transport), strict=True))
     corrects_desc = settings.correction.supervise == "matched_with_desc"
     items = []
     for i, prediction in enumerate(parsed.valid):
         if i not in left_out:
-            desc = truth[partner[i]].desc if i in partner and corrects_desc else str(prediction.desc)
+            desc = labels[i].desc if i in labels and corrects_desc else str(prediction.desc)
             items.append(Item(i, partner.get(i), desc, shapes[i], targets.get(i)))
     return items
 

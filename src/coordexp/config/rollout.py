@@ -217,6 +217,18 @@ class CorrectionPolicy(SettingsSection):
         return chosen == ("keep", "keep", "append", "missed", 1.0)
 
 
+class RolloutChoice(SettingsSection):
+    """The choice among several rollouts of a sample."""
+
+    rule: Literal["best", "union"] = "best"
+    """`best`: the answer with the highest F1 against the labels, by shapes alone. `union`: the same answer, and
+    with it the objects that several answers agree on and that no label has."""
+    votes: Annotated[int, Field(ge=2)] = 2
+    """Answers that must have an object before `union` takes it."""
+    pseudo_labels: bool = False
+    """Teach the objects of `union` like labels. false: they are context without supervision."""
+
+
 class NoiseAnswers(SettingsSection):
     """Answers that are made from the labels in place of rollouts, as a control."""
 
@@ -248,8 +260,9 @@ class RolloutMatching(SettingsSection):
     max_new_tokens: PositiveInt = 2048
     """Maximum number of tokens in an answer. A longer answer is cut off."""
     rollouts_per_sample: Annotated[int, Field(ge=1, le=16)] = 1
-    """Rollouts of each training sample. More than one needs sampling, and the one with the highest F1 against the
-    labels, by shapes alone, is trained on."""
+    """Rollouts of each training sample. More than one needs sampling, and `choice` says what is trained on."""
+    choice: Annotated[RolloutChoice, from_null] = Field(default_factory=RolloutChoice)
+    """What is trained on if there are several rollouts per sample."""
     decode_mode: DecodeMode | None = Field(None, examples=["greedy"])
     """How tokens are chosen. Unset: greedy at temperature 0, else sampling. beam needs `rollout_backend: hf`."""
     num_beams: Annotated[int, Field(ge=2)] | None = Field(None, examples=[4])

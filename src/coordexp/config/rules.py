@@ -366,11 +366,18 @@ def _check_decoding(s: Settings, world: World) -> Conflicts:
 
 
 def _check_several_rollouts(s: Settings, world: World) -> Conflicts:
-    rollout, name = s.rollout_matching, "rollout_matching.rollouts_per_sample"
+    rollout, choice, name = s.rollout_matching, s.rollout_matching.choice, "rollout_matching.rollouts_per_sample"
     count, mode = rollout.rollouts_per_sample, rollout.effective_decode_mode
     if count > 1 and mode != "sampling":
         problem = f"{count} rollouts of a sample would all be the same with {mode} decoding"
         yield Error(name, problem, "set decoding.temperature, e.g. to 0.7, or rollouts_per_sample: 1")
+    if choice.rule == "union" and choice.votes > count:
+        problem = f"{choice.votes} answers can never agree: a sample has {count}"
+        fix = f"use at most {count}, or raise rollouts_per_sample" if count > 1 else "raise rollouts_per_sample"
+        yield Error("rollout_matching.choice.votes", problem, fix)
+    if choice.pseudo_labels and choice.rule != "union":
+        problem = "true has no effect: only the rule union finds objects to teach"
+        yield Error("rollout_matching.choice.pseudo_labels", problem, "set choice.rule: union, or remove it")
     if rollout.noise.enabled and count > 1:
         problem = f"{count} rollouts of a sample are asked for, and noise.enabled replaces rollouts"
         yield Error(name, problem, "set rollouts_per_sample: 1")

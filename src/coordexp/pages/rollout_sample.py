@@ -6,8 +6,9 @@ target stands behind the cut. If a policy rebuilt the answer, the prefix ends at
 answer is the cut, and behind it stands the rest of the rebuilt answer.
 
 A rebuilt answer is a new sequence of objects, its items. An owner is the number by which the page links tokens,
-shapes and rows: the index of a predicted object, or -2 - j of the true object j. A true object that was matched
-has the owner of its prediction.
+shapes and rows: the index of a predicted object, -2 - j of the true object j, and behind the true objects those
+that were added because several answers agree on them. A true object that was matched has the owner of its
+prediction.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coordexp.answers.entries import Reason
-from coordexp.answers.parse import entry_indices, entry_spans
+from coordexp.answers.parse import entry_indices, entry_spans, parse_rollout
 from coordexp.answers.segment import Role
 from coordexp.answers.table import VocabularyTable
 
@@ -47,7 +48,7 @@ REASONS = {
     Reason.stray_coord: "has a coordinate token outside its geometry",
     Reason.ambiguous: "a coordinate is spelled in ordinary tokens, so there is no single token to train",
 }
-LABELS = {"missed": "missed, added", "removed": "extra, removed"}
+LABELS = {"missed": "missed, added", "agreed": "agreed, added", "removed": "extra, removed"}
 ENDED = {
     "stop": "by the model itself",
     "length": "at the token limit",
@@ -72,13 +73,21 @@ class DumpedAnswer:
         self.owners: list[int] = []
         self.changes: dict[int, str] = {}
         if self.rebuilt is not None:
-            self.owners = [
-                -2 - true if predicted is None else self.valid[predicted]
-                for predicted, true in self.rebuilt["items"]
-            ]
+            self.owners = list(self._number_owners(self.rebuilt["items"]))
             for name, word in (("duplicates", "duplicate"), ("removed_extras", "removed"), ("moved", "moved")):
                 self.changes |= {self.valid[i]: word for i in self.rebuilt[name]}
         self.kept: int = self.rebuilt["own_tokens"] if self.rebuilt else self.result["prefix_tokens"]
+
+    def _number_owners(self, items: Sequence[tuple[int | None, int | None]]) -> Iterator[int]:
+        agreed = len(self.truth)
+        for predicted, true in items:
+            if predicted is not None:
+                yield self.valid[predicted]
+            elif true is not None:
+                yield -2 - true
+            else:
+                yield -2 - agreed
+                agreed += 1
 
     def owner_of_true(self, j: int) -> int:
         return self.matched.get(j, -2 - j)
@@ -86,6 +95,11 @@ class DumpedAnswer:
     def number(self, owner: int) -> int | None:
         """Return the number of an object in the rebuilt answer, or None if it was left out."""
         return self.owners.index(owner) + 1 if owner in self.owners else None
+
+    @property
+    def agreed_numbers(self) -> list[int]:
+        """The numbers of the objects that were added because several answers agree on them."""
+        return [number for number, owner in enumerate(self.owners, 1) if owner <= -2 - len(self.truth)]
 
     @property
     def unused(self) -> int:
@@ -116,7 +130,8 @@ def show_sample(
     answer = DumpedAnswer(dump)
     result, settings, strip = answer.result, dump["settings"], Strip(answer, table)
     tokens = strip.tokens(desc_is_masked=desc_is_masked)
-    objects = [*_show_predicted(answer), *_show_truth(answer)]
+    taught = {owner for owner, target in zip(tokens["owner"], tokens["target"], strict=True) if target is not None}
+    objects = [*_show_predicted(answer, taught), *_show_truth(answer), *_show_agreed(answer, table)]
     return {
         "width": dump["picture"]["width"],
         "height": dump["picture"]["height"],
@@ -232,8 +247,8 @@ class Strip:
             yield start, end, owner
 
 
-def _show_predicted(answer: DumpedAnswer) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the answer."""
+def _show_predicted(answer: DumpedAnswer, taught: set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the answer. `taught` are the owners of supervised coordinates."""
     for k, obj in enumerate(answer.objects):
         change, number, key = answer.changes.get(k), answer.number(k), obj["key"] or "cut off"
         if obj["reason"]:
@@ -244,7 +259,7 @@ def _show_predicted(answer: DumpedAnswer) -> Iterator[dict[str, Any]]:
             state, words, mark = "removed", "matches no true object: removed", "removed"
         else:
             state = "matched" if k in answer.pairs else "extra"
-            words = _describe_pair(answer, k) if k in answer.pairs else "matches no true object"
+            words = _describe_pair(answer, k) if k in answer.pairs else _describe_extra(answer, k, taught)
             mark = f"{key.removeprefix('object_')} → {number}" if change == "moved" else ""
             if change == "moved":
                 words += f", moved: {key} → object_{number}"
@@ -263,6 +278,13 @@ def _describe_pair(answer: DumpedAnswer, k: int) -> str:
         replaces = answer.rebuilt and answer.dump["settings"]["correction"]["supervise"] == "matched_with_desc"
         words += f", {'whose name replaces it:' if replaces else 'which is called'} {desc[:MAX_NAME]}"
     return words if iou is None else f"{words}, IoU {iou:.2f}"
+
+
+def _describe_extra(answer: DumpedAnswer, k: int, taught: set[int]) -> str:
+    """Return what an extra is, and whether it is kept or taught because other answers have it too."""
+    removes_extras = answer.dump["settings"]["correction"]["extras"] == "remove"
+    is_agreed = answer.number(k) is not None and (removes_extras or k in taught)
+    return f"matches no true object{', but other answers have it' if is_agreed else ''}"
 
 
 def _list_candidates(answer: DumpedAnswer, k: int) -> list[tuple[int, str, float]]:
@@ -288,6 +310,20 @@ def _show_truth(answer: DumpedAnswer) -> Iterator[dict[str, Any]]:
         else:
             state, words, mark = "missed", f"added as object_{number}", f"→ {number}"
         yield _show_object(true, answer.owner_of_true(j), "True", state, f"true {j + 1}", words, mark)
+
+
+def _show_agreed(answer: DumpedAnswer, table: VocabularyTable) -> Iterator[dict[str, Any]]:
+    """Yield the objects that were added because several answers agree on them, as they stand in the rebuilt
+    answer."""
+    numbers, streams = answer.agreed_numbers, answer.result["streams"]
+    objects = parse_rollout(streams["ids"][answer.result["prompt_length"] :], table).objects if numbers else ()
+    for n, number in enumerate(numbers):
+        added = objects[number - 1]
+        obj: dict[str, Any] = {"desc": added.desc, "kind": None, "bins": None}
+        if added.geometry is not None:
+            obj |= {"kind": added.geometry.kind, "bins": list(added.geometry.bins)}
+        owner, words = -2 - len(answer.truth) - n, f"several answers have it: added as object_{number}"
+        yield _show_object(obj, owner, "Agreed", "agreed", f"agreed {n + 1}", words, f"→ {number}")
 
 
 def _show_object(
@@ -332,11 +368,15 @@ def _list_facts(answer: DumpedAnswer) -> list[list[str]]:
 
 
 def _describe_choice(dump: Mapping[str, Any]) -> str:
-    """Return in words which answer was chosen, or nothing if there was only one."""
+    """Return in words which answer was chosen and what several agree on, or nothing if there was only one."""
     choice = dump.get("choice")
     if choice is None:
         return ""
-    return f"answer {choice['index'] + 1} of {len(choice['texts'])}, the one with the highest F1"
+    words = f"answer {choice['index'] + 1} of {len(choice['texts'])}, the one with the highest F1"
+    if choice["agreed"] is None:
+        return words
+    votes = dump["settings"]["choice"]["votes"]
+    return f"{words}; objects without a label in at least {votes} answers: {len(choice['agreed']):,}"
 
 
 def _list_notes(answer: DumpedAnswer) -> list[str]:

@@ -33,6 +33,7 @@ KINDS = {
     "extra": "extra",
     "duplicate": "duplicate, removed",
     "removed": "extra, removed",
+    "agreed": "agreed, added",
 }
 FILTERS = {"missed": "with misses", "extra": "with extra", "invalid": "with invalid", "truncated": "truncated"}
 SIDE = 640  # pixels of an image on the page, at most

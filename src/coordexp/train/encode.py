@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
-from coordexp.answers.correct import Correction, choose_answer, correct, make_noisy_answer
+from coordexp.answers.correct import Choice, Correction, choose_answer, correct, make_noisy_answer
 from coordexp.answers.formats import AnswerFormat
 from coordexp.answers.segment import FieldOrder, Segment, build_chat_segment
 from coordexp.answers.table import VocabularyTable
@@ -232,9 +232,9 @@ class AnsweredSample:
     rollouts: tuple[Rollout, ...]
 
 
-# Called for every corrected rollout, with the id of its example, its sample with all rollouts, the index of the
-# one that was chosen, and the correction.
-Watch = Callable[[ExampleId, AnsweredSample, int, Correction], None]
+# Called for every corrected rollout, with the id of its example, its sample with all rollouts, the choice among
+# them, and the correction.
+Watch = Callable[[ExampleId, AnsweredSample, Choice, Correction], None]
 
 
 @dataclass(frozen=True)
@@ -333,15 +333,21 @@ class Encoder:
             check_version(rollout, at.step, self.max_staleness)
         training_set, truth = self.training_set, sample.truth
         table, order, settings = training_set.table, training_set.order, training_set.settings
-        chosen = choose_answer([rollout.ids for rollout in rollouts], truth, table=table, settings=settings)
+        choice = choose_answer([rollout.ids for rollout in rollouts], truth, table=table, settings=settings)
         correction = correct(
-            sample.prompt_ids, rollouts[chosen].ids, truth, table=table, order=order, settings=settings
+            sample.prompt_ids,
+            rollouts[choice.index].ids,
+            truth,
+            table=table,
+            order=order,
+            settings=settings,
+            agreed=choice.agreed,
         )
-        mode = answered.requests[chosen].decode.mode
-        self.metrics.add(count_rollout(rollouts, chosen, mode, correction, truth, at.step))
+        mode = answered.requests[choice.index].decode.mode
+        self.metrics.add(count_rollout(rollouts, choice, mode, correction, truth, at.step))
         id = self._id(at, k)
         if self.watch is not None:
-            self.watch(id, answered, chosen, correction)
+            self.watch(id, answered, choice, correction)
         return _make_example(id, sample, correction.segment, "B")
 
     def _id(self, at: StepIndex, k: int) -> ExampleId:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coordexp.answers.correct import Correction
+from coordexp.answers.correct import Choice, Correction
 from coordexp.answers.entries import Reason
 from coordexp.config.rollout import DecodeMode
 from coordexp.data import TrueObject
@@ -42,6 +42,7 @@ SUMS = (
     "parse/invalid/unread",
     *("match/true", "match/matched", "match/missed", "match/extra", "match/gate_rejections"),
     *("target/prefix_tokens", "target/appended_tokens"),
+    "match/agreed",
     *("target/duplicates_removed", "target/extras_removed", "target/moved"),
 )
 PACKING = ("rows", "fill", "segments", "waiting", "oldest_waited", "underfull")
@@ -62,14 +63,14 @@ RATES = {
 
 def count_rollout(
     rollouts: Sequence[Rollout],
-    chosen: int,
+    choice: Choice,
     mode: DecodeMode,
     correction: Correction,
     truth: Sequence[TrueObject],
     step: int,
 ) -> Counter[str]:
     """Return the counters of the rollout that was chosen for a sample of this step. The others count as unused."""
-    parsed, match, rollout = correction.parsed, correction.match, rollouts[chosen]
+    parsed, match, rollout = correction.parsed, correction.match, rollouts[choice.index]
     valid = parsed.valid
     reasons = Counter(prediction.reason for prediction in parsed.objects if prediction.reason is not None)
     stopped = rollout.finish_reason == "stop"
@@ -96,6 +97,7 @@ def count_rollout(
             "match/true": len(truth),
             "match/matched": len(match.pairs),
             "match/missed": len(match.missed),
+            "match/agreed": len(choice.agreed or ()),
             "match/extra": len(match.false_positives),
             "match/gate_rejections": match.gate_rejections,
             "target/prefix_tokens": correction.own_tokens,

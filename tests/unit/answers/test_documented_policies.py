@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordexp.answers.correct import choose_answer
+from coordexp.answers.correct import choose_answer, correct
 from coordexp.config import RolloutMatching
-from tests.unit.answers.test_policies import CAT, CUP, DOG, QWEN, TRUTH, box, corrected, write
+from coordexp.config.rollout import RolloutChoice
+from tests.unit.answers.test_policies import CAT, CUP, DOG, PROMPT, QWEN, TRUTH, box, corrected, write
 from tests.vocabularies import encode
 
 PAGE = (Path(__file__).parents[3] / "docs/correction.md").read_text()
@@ -40,10 +41,21 @@ def test_every_setting_has_an_example():
     assert len(ROWS) == 7
 
 
-def test_several_answers_are_corrected_as_documented():
+@pytest.mark.parametrize("rule", ["best", "union"])
+def test_several_answers_are_corrected_as_documented(rule):
     answers = [
         encode(answer(text), QWEN) for text in re.findall(r"^answer [123] +(.*?)(?:  .*)?$", PAGE, re.MULTILINE)
     ]
-    settings = RolloutMatching(rollouts_per_sample=3, decoding={"temperature": 0.7})
-    assert len(answers) == 3
-    assert choose_answer(answers, TRUTH, table=QWEN, settings=settings) == 0
+    (expected,) = re.findall(rf"^{rule} +(.*?)(?:  .*)?$", PAGE, re.MULTILINE)
+    settings = RolloutMatching(
+        rollouts_per_sample=3,
+        decoding={"temperature": 0.7},
+        choice=RolloutChoice(rule=rule),
+        correction={"insertion": "reading_order"},
+    )
+    choice = choose_answer(answers, TRUTH, table=QWEN, settings=settings)
+    assert (len(answers), choice.index) == (3, 0)
+    correction = correct(
+        PROMPT, answers[0], TRUTH, table=QWEN, order="desc_first", settings=settings, agreed=choice.agreed
+    )
+    assert names(correction.rebuilt.items) == expected

@@ -60,6 +60,16 @@ def test_the_valid_configs_load_without_notes():
         ),
         (rollout(rollouts_per_sample=4), "rollout_matching.rollouts_per_sample", "set decoding.temperature"),
         (
+            rollout(rollouts_per_sample=2, decoding={"temperature": 0.7}, choice={"rule": "union", "votes": 3}),
+            "rollout_matching.choice.votes",
+            "at most 2",
+        ),
+        (
+            rollout(choice={"pseudo_labels": True}),
+            "rollout_matching.choice.pseudo_labels",
+            "choice.rule: union",
+        ),
+        (
             stage2(
                 rollout_matching__rollouts_per_sample=8,
                 rollout_matching__decoding={"temperature": 0.7},

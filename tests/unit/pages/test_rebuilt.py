@@ -1,4 +1,5 @@
-"""From the dump of an answer that a correction policy rebuilt to what the page shows."""
+"""From the dump of an answer that a correction policy rebuilt, or that was chosen among several, to what the page
+shows."""
 
 import json
 
@@ -31,7 +32,7 @@ CUP_CUP_ROOF = written(("cup", NEAR_CUP), ("cup", AGAIN), ("roof", NEAR_ROOF))
 
 
 def dump(folder, said, **settings):
-    """Return the dumped example of an answer to the image with a cup, a dog and a roof."""
+    """Return the dumped example of an answer, or of several, to the image with a cup, a dog and a roof."""
     step, _ = dumping(folder, script={"partly.png": said}, **settings)
     step([0], StepIndex(0, 0))
     (line,) = (folder / "dumps/step-000000.jsonl").read_text().splitlines()
@@ -81,3 +82,36 @@ def test_what_is_left_out_says_why(tmp_path):
     entry = summarise_sample(dumped, None)
     assert entry["extra"] == 2
     assert text_of(show(dumped), 2, cut=False) == ""
+
+
+# Several rollouts
+
+UNION = {
+    "rollouts_per_sample": 3,
+    "decoding": {"temperature": 0.7},
+    "choice": {"rule": "union", "pseudo_labels": True},
+    "correction": IN_ORDER,
+}
+LAMPS = [written(("lamp", LAMP)), CUP_CUP_ROOF, written(("cup", NEAR_CUP), ("lamp", box(852, 0, 950, 100)))]
+
+
+def test_an_object_that_several_answers_agree_on_is_shown_with_its_tokens_and_number(tmp_path):
+    dumped = dump(tmp_path, LAMPS, **UNION)
+    sample = show(dumped)
+    lamp = sample["objects"][-1]
+    assert (lamp["desc"], lamp["bins"], lamp["mark"]) == ("lamp", [851, 0, 950, 100], "→ 1")
+    owner = -2 - 3  # behind the three true objects
+    assert (lamp["owner"], lamp["state"]) == (owner, "agreed")
+    assert '"object_1": {"desc": "lamp"' in text_of(sample, owner, cut=False)
+
+
+def test_an_extra_that_other_answers_have_too_is_marked_if_that_keeps_or_teaches_it(tmp_path):
+    for changes, marks in (
+        ({"choice": {"rule": "union", "pseudo_labels": True}}, [False, True]),
+        ({"choice": {"rule": "union"}, "correction": IN_ORDER | {"extras": "remove"}}, [False, True]),
+        ({"choice": {"rule": "union"}}, [False, False]),
+    ):
+        (tmp_path / "dumps/step-000000.jsonl").unlink(missing_ok=True)
+        sample = show(dump(tmp_path, [LAMPS[2], LAMPS[0], Said("{}")], **UNION | changes))
+        predicted = [obj["words"] for obj in sample["objects"] if obj["group"] == "Predicted"]
+        assert ["other answers have it" in words for words in predicted] == marks

@@ -16,6 +16,7 @@ from coordexp.train.encode import StepIndex, takes_rollouts
 from tests.dumped import NEAR_CUP, SCRIPT, SMALL, TRUTH, dump_of, dumping
 from tests.rollouts import PROMPT
 from tests.scripted import Said
+from tests.unit.answers.conftest import answer, box, entry
 from tests.vocabularies import encode
 
 
@@ -35,7 +36,7 @@ OTHERS = (
 
 @pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: ",".join(settings))
 def test_all_settings_that_correcting_reads_are_in_the_dump(tmp_path, settings):
-    assert {name for settings in OTHERS for name in settings} == set(CORRECTION_SETTINGS)
+    assert {*(name for settings in OTHERS for name in settings), "choice"} == set(CORRECTION_SETTINGS)
     usual = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
     line = dump_of(tmp_path, **settings).read_text().splitlines()[0]
     assert json.loads(line)["result"] != usual["result"], "the setting matters"
@@ -43,15 +44,26 @@ def test_all_settings_that_correcting_reads_are_in_the_dump(tmp_path, settings):
 
 
 def test_a_dump_of_several_rollouts_has_the_choice_and_comes_out_the_same(tmp_path):
-    script = {name: [Said("Sure!"), said] for name, said in SCRIPT.items()}
-    step, dumps = dumping(tmp_path, script=script, rollouts_per_sample=2, decoding={"temperature": 0.7})
+    agreed = entry("object_1", "lamp", box(850, 0, 950, 100))
+    script = {
+        name: [Said("Sure!"), said, Said(answer(agreed)), Said(answer(agreed))] for name, said in SCRIPT.items()
+    }
+    settings = {
+        "rollouts_per_sample": 4,
+        "decoding": {"temperature": 0.7},
+        "choice": {"rule": "union", "pseudo_labels": True},
+    }
+    step, dumps = dumping(tmp_path, script=script, **settings)
     (example,) = step([0], StepIndex(0, 0))
     (line,) = (tmp_path / "dumps/step-000000.jsonl").read_text().splitlines()
     choice = json.loads(line)["choice"]
     assert choice["index"] == 1
     assert choice["texts"][1] == json.loads(line)["rollout"]["text"] == SCRIPT["partly.png"].text
+    assert [thing["desc"] for thing in choice["agreed"]] == ["lamp"]
     assert choice["seed"] == request_seed(17, 0, 0, 0, 0) != json.loads(line)["seed"]
     assert replay(line, SMALL) == []
+    without = json.loads(line) | {"choice": choice | {"agreed": []}}
+    assert replay(json.dumps(without), SMALL) != []
     assert dumps.find(example.id) == ("step-000000.jsonl", 0)
 
 

@@ -23,6 +23,7 @@ def identity(monkeypatch, **changes):
         {"correction": {"insertion": "in_order"}},
         {"correction": {"duplicate_iou": 0.7, "duplicates": "remove"}},
         {"rollouts_per_sample": 2, "decoding": {"temperature": 0.7}},
+        {"rollouts_per_sample": 2, "decoding": {"temperature": 0.7}, "choice": {"rule": "union"}},
         {"rollout_backend": "hf", "noise": {"enabled": True}},
     ],
 )

@@ -516,7 +516,7 @@ def test_several_rollouts_are_asked_for_in_one_call_and_the_best_is_trained_on(t
     examples = step()
     (requests,) = step.backend.calls
     assert len({request.seed for request in requests}) == len(requests) == 6
-    assert [chosen for _, _, chosen, _ in step.seen] == [1, 0]
+    assert [choice.index for _, _, choice, _ in step.seen] == [1, 0]
     assert [len(answered.rollouts) for _, answered, *_ in step.seen] == [3, 3]
     assert len(examples) == 2
     report = step.metrics.report(1)

@@ -91,7 +91,7 @@ const ROLES = [
 ];
 // In an answer that a correction policy rebuilt, some roles mean something else.
 const REBUILT_ROLES = [
-  ["prefix", "context", "an object of the model; not trained"],
+  ["prefix", "context", "an object of the model, or one that several answers agree on; not trained"],
   ROLES[1],
   ["structure", "trained JSON", "trained: cross entropy"],
   ["desc", "trained description", "trained: cross entropy"],
