@@ -50,8 +50,7 @@ def dumping(
 
 def dump_writer(folder: Path, settings: Any, every: int = 1, samples: int = 9) -> DumpWriter:
     """Return a writer that has not written yet, as that of a new process."""
-    seed = 17
-    return DumpWriter(DumpFolder(folder / "dumps", folder / "model"), "desc_first", settings, seed, every, samples)
+    return DumpWriter(DumpFolder(folder / "dumps", folder / "model"), "desc_first", settings, every, samples)
 
 
 def dump_of(folder: Path, **settings: Any) -> Path:

@@ -288,8 +288,6 @@ RUN_FOLDER = {
     "evaluations/step-N-NAME.jsonl": "answers to held-out questions",
     "dumps/step-N.jsonl": "complete examples of a step with rollouts",
     "dumps/trained-N.jsonl": "their losses and probabilities when they were trained on",
-    "dumps/followed/step-N.jsonl": "later rollouts of the images of the first dump",
-    "dumps/followed/trained-N.jsonl": "their losses and probabilities",
     "dumps/tokenizer.json": "the tokenizer, so that dumps can be read without the model",
     "inspect.html": "the inspector, by `coordexp inspect`",
     "report.html": "the report, by `coordexp report`",

@@ -1,8 +1,7 @@
 """The dumps of a run: training examples written to disk in full, for people, `coordexp replay` and the inspector.
 
 `RUN/dumps` has a file of examples for each dumped step (`step-000100.jsonl`), and beside it the traces of their
-training (`trained-000100.jsonl`). Below `followed` are later answers to the records of the first dump, so that one
-image can be seen at several steps. The tokenizer is there too, so the folder can be read without the model.
+training (`trained-000100.jsonl`). The tokenizer is there too, so the folder can be read without the model.
 
 This module owns the format of these files. It imports no torch.
 """
@@ -34,7 +33,6 @@ if TYPE_CHECKING:  # matching needs scipy, and whoever only looks for files shou
 logger = logging.getLogger(__name__)
 
 FOLDER = "dumps"  # in a run folder
-FOLLOWED = "followed"  # a folder inside the dumps
 TOKENIZER = "tokenizer.json"
 FORMAT = TRACE_FORMAT = 1
 # What reading a line raises if it is not a dumped example.
@@ -66,21 +64,19 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 def trace_file(file: str) -> str:
     """Return the name of the file with the traces of a file of examples."""
-    folder, slash, name = file.rpartition("/")
-    return f"{folder}{slash}{name.replace('step-', 'trained-', 1)}"
+    return file.replace("step-", "trained-", 1)
 
 
 def remove_from_step(folder: Path, step: int) -> None:
     """Remove the dumps of `step` and later ones, which an interrupted run makes again after its last
     checkpoint. From the files that stay, drop a last line that a crash left torn, because traces may still be
     added to them."""
-    for part in (folder, folder / FOLLOWED):
-        for dumped_step, examples in step_files(part).items():
-            for file in (examples, examples.with_name(trace_file(examples.name))):
-                if dumped_step >= step:
-                    file.unlink(missing_ok=True)
-                elif drop_torn_line(file):
-                    logger.warning("%s: its last line was torn by a crash and is dropped", file)
+    for dumped_step, examples in step_files(folder).items():
+        for file in (examples, examples.with_name(trace_file(examples.name))):
+            if dumped_step >= step:
+                file.unlink(missing_ok=True)
+            elif drop_torn_line(file):
+                logger.warning("%s: its last line was torn by a crash and is dropped", file)
 
 
 class DumpedSample(Protocol):
@@ -230,34 +226,26 @@ class DumpFolder:
 @dataclass
 class DumpWriter:
     """Writes the dumps of rank 0. In every window of `every` steps, the first step with rollouts is dumped, at
-    most `samples` examples of it. (With two channels, a given step may have no rollouts.) The records of the
-    first dump are followed: whenever one of them is answered again, that is dumped too. `seed` is the seed of
-    the run."""
+    most `samples` examples of it. (With two channels, a given step may have no rollouts.)"""
 
     folder: DumpFolder
     order: "FieldOrder"
     settings: RolloutMatching
-    seed: int
     every: int
     samples: int
     _step: int = -1  # the latest one that was chosen
-    _first_dump: tuple[int, set[int]] | None = None  # its step, and the records that are followed from then on
     _lines: dict["ExampleId", tuple[str, int]] = field(default_factory=dict)
 
     def add(self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction") -> None:
-        """Dump the example if its step was chosen or its record is followed."""
-        sample = answered.sample
-        self._first_dump = self._first_dump or self._read_first_dump(id.step)
-        file = self._choose_file(id.step, sample.index)
-        if file is None:
+        """Dump the example if its step was chosen and has room."""
+        if id.step // self.every != self._step // self.every:
+            self._step = id.step
+        file = step_file(id.step)
+        if id.step != self._step or self.folder.count(file) >= self.samples:
             return
         number = self.folder.add(file, self._to_line(id, answered, choice, correction))
-        if number is None:
-            return
-        self._lines[id] = file, number
-        self._first_dump = self._first_dump or (id.step, set())
-        if self._first_dump[0] == id.step:
-            self._first_dump[1].add(sample.index)
+        if number is not None:
+            self._lines[id] = file, number
 
     def _to_line(
         self, id: "ExampleId", answered: DumpedAnswers, choice: "Choice", correction: "Correction"
@@ -305,25 +293,3 @@ class DumpWriter:
         trace = {"format": TRACE_FORMAT, "example": number, "step": step, **values}
         self.folder.add(trace_file(file), json.dumps(trace, allow_nan=False))
         self._lines.pop(id, None)
-
-    def _choose_file(self, step: int, record: int) -> str | None:
-        if step // self.every != self._step // self.every:
-            self._step = step
-        name = step_file(step)
-        if step == self._step and self.folder.count(name) < self.samples:
-            return name
-        first = self._first_dump
-        return f"{FOLLOWED}/{name}" if first and first[0] < step and record in first[1] else None
-
-    def _read_first_dump(self, step: int) -> tuple[int, set[int]] | None:
-        """Return the first dump that an interrupted run has left before `step`. If it cannot be read, no images
-        are followed, and the run continues."""
-        first, file = next(iter(step_files(self.folder.path).items()), (step, None))
-        if file is None or first >= step:
-            return None
-        try:
-            places = [json.loads(line)["place"] for line in file.read_bytes().splitlines()]
-            return first, {int(place["record"]) for place in places[: self.samples]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read (%r): its images are not followed", file, error)
-            return first, set()

@@ -60,7 +60,7 @@ def test_at_200_percent_nothing_is_cut_off_at_the_right_and_all_text_is_legible(
 
 # Elements that reach beyond the window and are not inside something that scrolls.
 OUTSIDE = """() => [...document.querySelectorAll("body *")]
-  .filter((node) => !node.closest("#steps, svg, dialog, #stage") && node.getClientRects().length)
+  .filter((node) => !node.closest("svg, dialog, #stage") && node.getClientRects().length)
   .filter((node) => node.getBoundingClientRect().right > innerWidth + 0.5)
   .filter((node) => getComputedStyle(node.parentNode).overflowX === "visible")
   .map((node) => `${node.tagName} ${node.className}`)"""

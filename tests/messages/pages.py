@@ -64,7 +64,7 @@ def reporting_a_run_with(folder, spoilt):
 
 
 @provoke(
-    *({"command": [3]}, {"packages": [3]}, {"objective": {"terms": [TERMS[0] | {"weight": 1e300}]}}),
+    *({"command": [3]}, {"objective": {"terms": [TERMS[0] | {"weight": 1e300}]}}),
     {"objective": {"terms": [{"term": "a"}]}},
 )
 def reporting_a_run_whose_manifest_has(folder, changes):

@@ -87,8 +87,6 @@ def check(
         raise typer.Exit(code)
     _print_settings(loaded, show_all)
     print_findings(findings)
-    for line in describe_evaluation(loaded.settings, count_held_out(loaded.settings)):
-        out.print(line, markup=False)
     unchecked = (
         "" if world_size else " (rules about the number of learners not checked; --world-size N checks them)"
     )
@@ -133,50 +131,6 @@ def _print_settings(loaded: Loaded, show_all: bool) -> None:
         out.print(Text(f"{label:<58}  ").append(origin, style="dim" if origin == "default" else "cyan"))
     if hidden:
         out.print(Text(f"({hidden} more settings are at their defaults; --all shows them)", style="dim"))
-
-
-def count_held_out(settings: Settings) -> int | None:
-    """Return the number of held-out records, or None if there are no such files here."""
-    names = settings.custom.data_sets.get("custom.val_jsonl", ())
-    matches = [match_files(name) for name in names]
-    files = list(chain.from_iterable(matches))
-    if not names or not all(matches) or not all(file.is_file() for file in files):
-        return None
-    return sum(map(_count_lines, files))
-
-
-def _count_lines(file: Path) -> int:
-    with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
-
-
-def describe_evaluation(settings: Settings, records: int | None) -> list[str]:
-    """Return lines on what an evaluation during training costs, and what to change if images are answered one at a
-    time. `records` is the number of held-out records, or None if they cannot be counted."""
-    custom, rollout, training, lines = settings.custom, settings.rollout_matching, settings.training, list[str]()
-    steps = training.logging_steps if training.eval_steps is None else training.eval_steps
-    when = f"every {steps:,.0f} steps" if steps >= 1 else f"every {steps:g} of all steps"
-    limit, at_once = custom.eval_samples, rollout.decode_batch_size
-    if settings.evaluates:
-        images = "all held-out images" if records is None else f"{records:,} image{'s' if records != 1 else ''}"
-        if limit is not None and (records is None or records > limit):
-            images = f"{limit:,} of {images}"
-        parallel = f"{at_once} at a time{' on each device' if at_once > 1 else ''}"
-        line = f"evaluation: {images}, {parallel}, up to {rollout.max_new_tokens:,} tokens each, {when}"
-        if not settings.uses_rollouts:
-            line += f", answered with {'vLLM' if settings.backend == 'vllm' else 'transformers'}"
-            if settings.backend == "hf" and rollout.rollout_backend != "hf":
-                line += " (stage1.eval_backend: vllm would use vLLM, and GPU memory for it)"
-        lines.append(line)
-        if at_once == 1:
-            lines.append("  raise rollout_matching.decode_batch_size to answer several images at once, or limit")
-            lines[-1] += " their number with custom.eval_samples"
-    if settings.evaluates_chat:
-        sets = zip(custom.eval_names, custom.eval_data, strict=True)
-        asked = ", ".join(f"{name} (up to {data.max_new_tokens:,} tokens each)" for name, data in sets)
-        most = "" if limit is None else f", at most {limit:,} of each"
-        lines.append(f"questions: {asked}{most}, {when}, answered with transformers")
-    return lines
 
 
 def use_local_model(loaded: Loaded) -> Loaded:

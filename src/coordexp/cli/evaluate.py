@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MAX_CLASSES = 20  # on the terminal; the JSON and the page have all
 MIN_WIDTH = 80  # columns that the tables need so that no number is cut
-ScoreMode = Literal["own", "constant", "shuffled"]
 
 
 def evaluate(
@@ -36,10 +35,6 @@ def evaluate(
         Path | None, typer.Option("--page", dir_okay=False, help="Write a page with the worst images here.")
     ] = None,
     images: Annotated[int, typer.Option(min=0, help="Images on the page, at most.")] = 60,
-    scores: Annotated[
-        ScoreMode, typer.Option(help="Rank by own scores; constant or shuffled show what AP is without them.")
-    ] = "own",
-    seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
     answered_only: Annotated[
         bool, typer.Option("--answered-only", help="Leave out images of the data that have no answer.")
     ] = False,
@@ -51,10 +46,10 @@ def evaluate(
     from coordexp.evaluate.predictions import answers_path
 
     if preds.is_file() and not answers_path(preds).exists():  # of another detector
-        if answered_only or scores != "own":
+        if answered_only:
             raise UserError(
-                f"{answers_path(preds)} does not exist, and --answered-only and --scores need it",
-                "leave these options out, or keep both files of `coordexp predict` together",
+                f"{answers_path(preds)} does not exist, and --answered-only needs it",
+                "leave the option out, or keep both files of `coordexp predict` together",
             )
         with progress(f"reading {preds}"):
             truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
@@ -62,15 +57,15 @@ def evaluate(
         with progress(f"evaluating {len(truth)} images"):
             report = evaluate_results(truth, results)
     else:
-        report = _evaluate_answers(data, preds, scores, seed, answered_only)
-    _print(report, scores)
+        report = _evaluate_answers(data, preds, answered_only)
+    _print(report)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
-        head = {"data": str(data), "preds": str(preds), "scores": scores}
+        head = {"data": str(data), "preds": str(preds)}
         write_json(report_file, head | report.as_dict())
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
-        description = f"{preds.name} on {data.name}{'' if scores == 'own' else f', {scores} scores'}"
+        description = f"{preds.name} on {data.name}"
         with progress(f"drawing {page_file}"):
             from coordexp.pages.document import save_page
             from coordexp.pages.evaluation import render_evaluation
@@ -79,11 +74,9 @@ def evaluate(
         out.print(f"wrote {page_file}", markup=False)
 
 
-def _evaluate_answers(
-    data: Path, preds: Path, scores: ScoreMode, seed: int, answered_only: bool
-) -> "EvaluationReport":
+def _evaluate_answers(data: Path, preds: Path, answered_only: bool) -> "EvaluationReport":
     from coordexp.data import RecordFile
-    from coordexp.evaluate import evaluate, read_predictions, read_truth, replace_scores
+    from coordexp.evaluate import evaluate, read_predictions, read_truth
 
     with progress(f"reading {preds}"):
         truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
@@ -95,14 +88,14 @@ def _evaluate_answers(
             fix = f"there are {counts}; give files that belong together"
             raise UserError(f"{data}: no image to evaluate", fix)
     with progress(f"evaluating {len(evaluated)} images"):
-        return evaluate(evaluated, replace_scores(answers, scores, seed))
+        return evaluate(evaluated, answers)
 
 
-def _print(report: "EvaluationReport", scores: ScoreMode) -> None:
+def _print(report: "EvaluationReport") -> None:
     tally = report.with_class.at(0.5)
     out.print(f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions\n")
     wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
-    for table in _make_tables(report, scores):
+    for table in _make_tables(report):
         wide.print(table)
         wide.print()
     for title, counts in (("invalid", report.behaviour.reasons), ("unknown", report.behaviour.unknown)):
@@ -113,7 +106,7 @@ def _print(report: "EvaluationReport", scores: ScoreMode) -> None:
         out.print(Text(f"note: {note}", style="yellow"))
 
 
-def _make_tables(report: "EvaluationReport", scores: ScoreMode) -> Iterable[Table]:
+def _make_tables(report: "EvaluationReport") -> Iterable[Table]:
     shares = ("f1", "precision", "recall")
     values = report.metrics()
     rows: list[list[Cell]] = []
@@ -126,9 +119,8 @@ def _make_tables(report: "EvaluationReport", scores: ScoreMode) -> Iterable[Tabl
     names = ["ap", "ap_50", "ap_75", "ap_small", "ap_medium", "ap_large", "ar_1", "ar_10", "ar_100"]
     kinds = (("boxes", report.boxes), ("masks", report.masks))
     rows = [[kind, *map(coco.values.get, names)] for kind, coco in kinds if coco is not None]
-    title = "COCO" if scores == "own" else f"COCO, {scores}"
     if rows:
-        yield _make_table(rows, title, "AP", "AP50", "AP75", "small", "medium", "large", "AR1", "AR10", "AR100")
+        yield _make_table(rows, "COCO", "AP", "AP50", "AP75", "small", "medium", "large", "AR1", "AR10", "AR100")
 
     ranked = sorted(report.classes.items(), key=lambda item: -item[1].at(0.5).true)
     rows = []

@@ -129,7 +129,7 @@ def _make_table(comparison: "GroupComparison", images: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
     letters = (comparison.base.letter, comparison.other.letter)
     heads = [f"{images} images", *letters, "difference", "95 % over images"]
-    for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else []), "same sign"]):
+    for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else [])]):
         table.add_column(head, justify="right" if k else "left", no_wrap=True)
     for row in comparison.rows:
         if row.name in SHOWN:
@@ -152,7 +152,7 @@ def inspect(
         int,
         typer.Option(
             min=1,
-            help="Most dumped examples on the page: the first step, the last, recurring images, then evenly.",
+            help="Most dumped examples on the page: the first step, the last, and others evenly.",
         ),
     ] = 200,
     serve: Annotated[

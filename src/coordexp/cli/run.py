@@ -53,18 +53,16 @@ def replay(
     """
     need("tokenizers", extra="train")
     from coordexp.answers.table import VocabularyError, VocabularyTable
-    from coordexp.dumps import FOLDER, FOLLOWED, NOT_A_DUMP, step_files
+    from coordexp.dumps import FOLDER, NOT_A_DUMP, step_files
     from coordexp.dumps import replay as replay_line
 
-    folders = (dump, dump / FOLLOWED)
-    files = [file for folder in folders for file in step_files(folder).values()] if dump.is_dir() else [dump]
+    files = list(step_files(dump).values()) if dump.is_dir() else [dump]
     if not files:
         inside = dump / FOLDER
         fix = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
         raise DataError(f"{dump} holds no step-*.jsonl", fix)
-    beside = files[0].parent
     try:
-        table = VocabularyTable.from_folder(tokenizer or (beside.parent if beside.name == FOLLOWED else beside))
+        table = VocabularyTable.from_folder(tokenizer or files[0].parent)
     except VocabularyError as error:
         fix = "give the folder of the run's model: --tokenizer DIR"
         raise DataError(error.problem, f"{error.fix}; or {fix}" if error.fix else fix) from error
@@ -80,4 +78,4 @@ def replay(
     if different:
         err.print(f"{different} of {examples} examples come out differently")
         raise typer.Exit(1)
-    out.print(f"{examples} examples of {len({file.name for file in files})} steps come out the same")
+    out.print(f"{examples} examples of {len(files)} steps come out the same")

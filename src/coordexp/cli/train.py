@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.child_processes import end_with_parent
-from coordexp.cli.check import (
-    ConfigOption,
-    SetOption,
-    count_held_out,
-    describe_evaluation,
-    missing_files,
-    use_local_model,
-)
+from coordexp.cli.check import ConfigOption, SetOption, missing_files, use_local_model
 from coordexp.cli.console import LogOption, log_findings, need, progress
 from coordexp.config import Loaded, World, load_settings
 from coordexp.config.rules import uses_vllm
@@ -63,8 +56,6 @@ def train(
     for missing in missing_files(settings):  # before anything heavy is imported
         raise DataError(f"{missing.subject}: {missing.problem}", missing.fix)
     folder = Path(settings.training.output_dir)
-    for line in describe_evaluation(settings, count_held_out(settings)) if is_first else ():
-        say(line)
     _make_folder(folder)
     with hold_folder(folder, say) if is_first else nullcontext():
         checkpoint = choose_checkpoint(folder, resume, say) if is_first else None

@@ -256,10 +256,10 @@ class Stage2(SettingsSection):
     wait for each other in every step. 1 or 2: rollout servers make those of the next 1 or 2 steps meanwhile."""
     dump_every: PositiveInt | None = 100
     """Dump examples once in this many steps, at the first step with rollouts: write them to `dumps` in the run
-    folder, with the losses and probabilities of their tokens, for `coordexp inspect` and `coordexp replay`. The
-    images of the first dump are followed: every later answer to them is written too. null: never."""
+    folder, with the losses and probabilities of their tokens, for `coordexp inspect` and `coordexp replay`. null:
+    never."""
     dump_samples: PositiveInt = 4
-    """Maximum number of examples per dump, and of images that are followed."""
+    """Maximum number of examples per dump."""
 
 
 class Settings(SettingsSection):

@@ -4,7 +4,7 @@
 answers on disk.
 """
 
-from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer, replace_scores
+from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer
 from coordexp.evaluate.predictions import read_predictions, read_results, read_truth, write_predictions
 from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate, evaluate_results
 
@@ -19,6 +19,5 @@ __all__ = [
     "read_predictions",
     "read_results",
     "read_truth",
-    "replace_scores",
     "write_predictions",
 ]

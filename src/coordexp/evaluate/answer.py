@@ -10,7 +10,6 @@ distribution shows how soft the training targets were, and on the demo model it 
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -155,34 +154,6 @@ def parse_detection(value: Any) -> Detection:
 def bins_to_pixels(bins: Sequence[int], record: Record) -> tuple[float, ...]:
     size = (record.width, record.height)
     return tuple(to_pixels(bin, size[k % 2]) for k, bin in enumerate(bins))
-
-
-# The scores that rank the detections. AP depends only on which detection comes first, so constant scores show what
-# the order of the answers gives, and shuffled ones what chance gives. Informative ones give a higher AP than both.
-ScoreMode = Literal["own", "constant", "shuffled"]
-
-
-def replace_scores(answers: Sequence[ImageAnswer], mode: ScoreMode, seed: int = 0) -> list[ImageAnswer]:
-    """Return the same answers with other scores. `constant` gives every valid object 1.0; `shuffled` distributes
-    the scores of all valid objects among them at random."""
-    if mode == "own":
-        return list(answers)
-    scores: list[float | None] = [item.score for answer in answers for item in answer.valid]
-    if mode == "shuffled":
-        random.Random(seed).shuffle(scores)  # noqa: S311  (not a secret)
-    else:
-        scores = [1.0] * len(scores)
-    remaining = iter(scores)
-    return [
-        replace(
-            answer,
-            objects=tuple(
-                item if item.reason is not None else replace(item, score=next(remaining))
-                for item in answer.objects
-            ),
-        )
-        for answer in answers
-    ]
 
 
 def build_answer(image_id: int, image: str, rollout: Rollout, answers: AnswerFormat) -> ImageAnswer:

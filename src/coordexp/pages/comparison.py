@@ -39,14 +39,12 @@ StepsByGroup = dict[str, tuple[int, ...]]  # by the letter of the group, one ste
 
 @dataclass(frozen=True)
 class RateDifference:
-    """`base` and `other` are means over seeds. `same_sign` is the share of resamples in which the difference has
-    the same sign; None if it is 0. `seed_interval` is None with fewer than three seeds on a side."""
+    """`base` and `other` are means over seeds. `seed_interval` is None with fewer than three seeds on a side."""
 
     name: str
     base: float
     other: float
     image_interval: Interval | None
-    same_sign: float | None
     seed_interval: Interval | None
 
     @property
@@ -65,11 +63,10 @@ class RateDifference:
         return self.name == "ap" or "_50" in self.name
 
     def describe(self, with_seeds: bool) -> list[str]:
-        """Return the cells of a table: both values, the difference, the intervals and the share of its sign."""
+        """Return the cells of a table: both values, the difference and the intervals."""
         intervals = [self.image_interval, *([self.seed_interval] if with_seeds else [])]
         difference = "0" if self.value == 0 else f"{self.value:+.4f}"
-        same_sign = "-" if self.same_sign is None else f"{100 * self.same_sign:.1f} %"
-        return [f"{self.base:.4f}", f"{self.other:.4f}", difference, *map(describe_interval, intervals), same_sign]
+        return [f"{self.base:.4f}", f"{self.other:.4f}", difference, *map(describe_interval, intervals)]
 
 
 def describe_interval(interval: Interval | None) -> str:
@@ -142,10 +139,7 @@ def compare_groups(
         )
         for other in groups[1:]
     )
-    notes = (
-        *_note_different_steps(groups, steps),
-        *(note for comparison in comparisons for note in note_shift_of_length(comparison)),
-    )
+    notes = tuple(_note_different_steps(groups, steps))
     return ComparisonResult(len(evaluated), resamples, steps, comparisons, notes)
 
 
@@ -220,7 +214,7 @@ def _read_average_precision(base: RunGroup, other: RunGroup, steps: StepsByGroup
             run.series("eval_ap").at(step) for run, step in zip(group.runs, steps[group.letter], strict=True)
         ]
         means.append(sum(logged) / len(logged))
-    return [] if math.isnan(sum(means)) else [RateDifference("ap", means[0], means[1], None, None, None)]
+    return [] if math.isnan(sum(means)) else [RateDifference("ap", means[0], means[1], None, None)]
 
 
 def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> list[str]:
@@ -230,26 +224,6 @@ def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> li
     words = "; ".join(f"{letter} {', '.join(map(str, group_steps))}" for letter, group_steps in steps.items())
     advice = f"--at {max(shared)} compares all at the last step they share" if shared else "they share no step"
     return [f"The last evaluations are of different steps ({words}); {advice}."]
-
-
-def note_shift_of_length(comparison: GroupComparison) -> list[str]:
-    """Report stops and over-counts that clearly moved in opposite directions: a model that writes more objects in
-    every answer stops before fewer objects and over-counts more often, without detecting anything better."""
-    rows = {row.name: row for row in comparison.rows}
-    stops, overs = rows.get("stopped"), rows.get("over_count")
-    if stops is None or overs is None or not (stops.is_clear and overs.is_clear and stops.value * overs.value < 0):
-        return []
-    base, other = comparison.base.letter, comparison.other.letter
-    stop, over, number = ("fewer", "more", "more") if overs.value > 0 else ("more", "less", "fewer")
-    return [
-        f"{other} stops before {stop} objects ({_format_points(stops)}) and over-counts {over} often "
-        f"({_format_points(overs)}) than {base}: these are two sides of one shift, to answers with {number} "
-        "objects. Recall and precision show what it is worth."
-    ]
-
-
-def _format_points(row: RateDifference) -> str:
-    return f"{100 * row.value:+.1f} points"
 
 
 def bootstrap_differences(
@@ -289,16 +263,14 @@ def _to_rates(sums: Floats, runs: int, names: int) -> Floats:
 
 def _estimate(name: str, whole: Floats, drawn: Floats, base: int) -> RateDifference:
     """`whole` is [runs] and `drawn` [resamples, runs]. The first `base` runs are those of the base group."""
-    value = float(whole[base:].mean() - whole[:base].mean())
     differences = drawn[:, base:].mean(axis=1) - drawn[:, :base].mean(axis=1)
     known = differences[np.isfinite(differences)]
     means = float(whole[:base].mean()), float(whole[base:].mean())
     if len(known) < (1 - MAX_UNDEFINED) * len(differences):
-        return RateDifference(name, *means, None, None, None)
+        return RateDifference(name, *means, None, None)
     low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    same_sign = float((np.sign(known) == np.sign(value)).mean()) if value else None
     over_seeds = estimate_seed_interval(whole[:base], whole[base:], float(known.var(ddof=1)))
-    return RateDifference(name, *means, (float(low), float(high)), same_sign, over_seeds)
+    return RateDifference(name, *means, (float(low), float(high)), over_seeds)
 
 
 def estimate_seed_interval(base: Floats, other: Floats, image_variance: float) -> Interval | None:

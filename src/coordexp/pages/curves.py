@@ -226,13 +226,6 @@ def total_by_phase(log: Log) -> dict[str, float] | None:
     return seconds | {"between": max(0.0, wall - sum(seconds.values()))}
 
 
-def share_of_step(log: Log, phase: str) -> float | None:
-    """Return the share of a phase in the time inside steps, or None if no step was timed."""
-    totals = total_by_phase(log)
-    within = sum(value for name, value in (totals or {}).items() if name != "between")
-    return totals[phase] / within if totals and within else None
-
-
 def _align(series: Series, steps: Steps) -> Floats:
     """Return the values at these steps, 0 where there is none."""
     values = np.zeros(len(steps))

@@ -16,7 +16,7 @@ from coordexp.data.addresses import join_address
 from coordexp.data.images import read_image_size
 from coordexp.evaluate.behaviour import DEFINITIONS
 from coordexp.evaluate.comparison import LabelledShape
-from coordexp.evaluate.matching import THRESHOLDS, CurvePoint, best_point, thin_curve
+from coordexp.evaluate.matching import CurvePoint, best_point, thin_curve
 from coordexp.evaluate.report import MEASURES, EvaluationReport, ImageReport
 from coordexp.pages.cards import Card, Drawing, Shape, describe_answer, try_thumbnail
 from coordexp.pages.charts import lay_out
@@ -90,7 +90,6 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
         ],
         counts=_count_names(report),
         most_counts=MAX_COUNTS,
-        thresholds=_list_thresholds(report),
         classes=_list_classes(report),
         asked=[
             [str(number), str(counts.true), str(counts.predicted), *_measures(counts)]
@@ -157,15 +156,6 @@ def _count_names(report: EvaluationReport) -> dict[str, list[tuple[str, int]]]:
         "Most frequent wrong names at the right place": wrong,
     }
     return {title: list(names.items()) for title, names in counts.items() if names}
-
-
-def _list_thresholds(report: EvaluationReport) -> list[list[str]]:
-    both = (report.with_class, report.any_class)
-    rows = [
-        [f"{threshold:.2f}", *(cell for scores in both for cell in _measures(scores.per_threshold[k]))]
-        for k, threshold in enumerate(THRESHOLDS)
-    ]
-    return [*rows, ["mean", *(_format_share(scores.mean(name)) for scores in both for name in MEASURES)]]
 
 
 def _list_classes(report: EvaluationReport) -> list[list[str]]:

@@ -13,11 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from coordexp.dumps import FOLDER
 from coordexp.errors import DataError
 from coordexp.pages.comparison import reason_not_to_compare
 from coordexp.pages.document import render_page
 from coordexp.pages.report import render_report
-from coordexp.pages.rollouts import dump_folders, make_inspector_page
+from coordexp.pages.rollouts import make_inspector_page
 from coordexp.pages.run_folder import group_runs, read_logged_run, read_run
 
 HOST = "127.0.0.1"
@@ -86,8 +87,6 @@ def listen(folder: Path, samples: int, port: int) -> ThreadingHTTPServer:
 def compute_dump_stamp(run: Path) -> str:
     """Return a text that changes when a run dumps more: how many files there are, and how large the last ones are.
     Those of traces come last, and they grow for some steps more than the others."""
-    parts = []
-    for folder in dump_folders(run):
-        names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
-        parts.append(f"{len(names)}-{sum((folder / name).stat().st_size for name in names[-GROWING_FILES:])}")
-    return " ".join(parts)
+    folder = run / FOLDER
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []  # noqa: PTH208, ten times as fast
+    return f"{len(names)}-{sum((folder / name).stat().st_size for name in names[-GROWING_FILES:])}"

@@ -5,18 +5,16 @@ below.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
-from coordexp.pages.curves import Steps, share_of_step
+from coordexp.pages.curves import Steps
 from coordexp.pages.run_folder import Run, RunGroup
 
 LATE = 0.25  # the share of lines, from the end, by which rates of training answers are judged
 MAX_BAD_SHARE = 0.1  # of answers cut off, looped or unreadable, and of objects invalid
 MAX_REPEATS = 0.05  # of valid objects
 WORSE = 0.02  # F1 below the best evaluation
-MAX_WAITING = 0.3  # of the time in steps
 SPIKE = 20.0  # times the median of the gradient norm
 
 TRAINING_RATES = (
@@ -40,7 +38,7 @@ def make_notes(group: RunGroup) -> list[str]:
     for run in group.runs:
         of_run = [note for rule in RUN_RULES for note in rule(run)]
         notes += [f"{run.name}: {note}" if several else note for note in of_run]
-    return [*notes, *note_different_ends(group), *note_different_code(group)]
+    return [*notes, *note_different_ends(group)]
 
 
 def note_unfinished(run: Run) -> Iterator[str]:
@@ -106,21 +104,9 @@ def note_decline(run: Run) -> Iterator[str]:
             )
 
 
-def note_waiting(run: Run) -> Iterator[str]:
-    share = share_of_step(run.log, "waited")
-    if share is not None and share > MAX_WAITING:
-        yield f"{100 * share:.3g} % of the time in steps was spent waiting for other processes"
-
-
-def note_resumes(run: Run) -> Iterator[str]:
-    times = len(run.starts) - 1
-    if times:
-        yield f"was resumed {times} time{'s' if times > 1 else ''}"
-
-
 RUN_RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
     *(note_unfinished, note_broken_numbers, note_gradient_spikes, note_bad_answers, note_decline),
-    *(note_bad_evaluation, note_waiting, note_resumes),
+    note_bad_evaluation,
 )
 
 
@@ -131,20 +117,6 @@ def note_different_ends(group: RunGroup) -> Iterator[str]:
             f"the runs end at different steps ({', '.join(map(str, ends))}): after step {min(ends)} a line is the "
             "mean of fewer runs"
         )
-
-
-def note_different_code(group: RunGroup) -> Iterator[str]:
-    """Report runs that had the same settings but were made by different code."""
-    starts = [run.latest_start for run in group.runs]
-    origins: dict[str, list[Any]] = {
-        "commits": [start.git.get("commit") if isinstance(start.git, dict) else start.git for start in starts],
-        "versions of packages": [start.packages for start in starts],
-        "versions of Python": [start.python for start in starts],
-    }
-    for words, values in origins.items():
-        count = len({repr(value) for value in values})
-        if count > 1:
-            yield f"the runs were made by {count} different {words}"
 
 
 def _describe_lines(steps: Steps) -> str:

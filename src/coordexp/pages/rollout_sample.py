@@ -112,7 +112,6 @@ def summarise_sample(dump: Mapping[str, Any], trained: Mapping[str, Any] | None)
     answer = DumpedAnswer(dump)
     return {
         "step": dump["place"]["step"] + 1,
-        "record": dump["place"]["record"],
         "true": len(answer.truth),
         "matched": len(answer.pairs),
         "renamed": sum(answer.objects[k]["desc"] != answer.truth[j]["desc"] for k, (j, _) in answer.pairs.items()),

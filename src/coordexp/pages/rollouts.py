@@ -1,7 +1,6 @@
 """The rollout inspector: the dumped examples of a run, with their images and tokens, as one HTML page.
 
-A long run dumps more than a page can hold. Steps are chosen evenly and include the first and the last. Records
-that the run follows have priority, because they show one image over the steps.
+A long run dumps more than a page can hold. Steps are chosen evenly and include the first and the last.
 
 The body of the page is static, and its scripts write all data as text. Samples are JSON elements that are parsed
 only when they are shown, so that a page with hundreds of them opens at once.
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from coordexp.answers.table import VocabularyError, VocabularyTable
 from coordexp.data import BINS
 from coordexp.data.addresses import is_url, join_address, parse_address
-from coordexp.dumps import FOLDER, FOLLOWED, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
+from coordexp.dumps import FOLDER, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
 from coordexp.pages.cards import explain_missing_image, make_thumbnail
@@ -66,25 +65,18 @@ class DumpedExample:
 
 def choose_examples(run: Path, most: int) -> tuple[list[DumpedExample], int]:
     """Return at most `most` examples in the order of steps, and approximately how many there are."""
-    regular, followed = (list(step_files(folder).values()) for folder in dump_folders(run))
-    if not regular:
+    files = list(step_files(run / FOLDER).values())
+    if not files:
         raise DataError(
             f"{run} has no dumped examples",
             "a run with rollouts writes them to RUN/dumps (stage2.dump_every); one on the ground truth has none",
         )
-    first = list(_read_examples(regular[0]))
-    share = min(most // 2, max(0, most - 2 * len(first)))  # the first step and the last have priority
-    repeated = _spread(_read_files(_spread(followed, max(1, share))), share)
-    room = most - len(repeated)
-    files = _spread(regular, max(1, room // max(1, len(first))))
-    read = _read_files(files)
-    total = (len(read) if len(files) == len(regular) else len(regular) * len(first)) + len(followed)
-    chosen = sorted([*_spread(read, room), *repeated], key=attrgetter("time"))
+    of_first = len(list(_read_examples(files[0])))
+    read_files = _spread(files, max(1, most // max(1, of_first)))
+    read = [example for file in read_files for example in _read_examples(file)]
+    total = len(read) if len(read_files) == len(files) else len(files) * of_first
+    chosen = sorted(_spread(read, most), key=attrgetter("time"))
     return chosen, max(total, len(chosen))
-
-
-def _read_files(files: Iterable[Path]) -> list[DumpedExample]:
-    return [example for file in files for example in _read_examples(file)]
 
 
 def _spread(items: list[T], most: int) -> list[T]:
@@ -116,10 +108,6 @@ def _read_traces(file: Path) -> dict[int, dict[str, Any]]:
             raise DataError(f"{file}, line {number}: not a trace of format {TRACE_FORMAT}")
         traces[line["example"]] = line
     return traces
-
-
-def dump_folders(run: Path) -> tuple[Path, Path]:
-    return run / FOLDER, run / FOLDER / FOLLOWED
 
 
 class InspectorPage(NamedTuple):

@@ -73,9 +73,6 @@ class RunObjective(RunFileModel):
 class RunStart(RunFileModel):
     """One start or resume of a run, as `run.json` describes it."""
 
-    python: Any = ""
-    packages: dict[str, Any] | None = None
-    git: Any = None
     data: dict[str, DataFile] | None = None
     objective: RunObjective | None = None
 

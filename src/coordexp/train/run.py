@@ -339,7 +339,6 @@ class Assembly:
             DumpFolder(self.folder / FOLDER, Path(self.settings.model.path)),
             self.training_set.order,
             self.training_set.settings,
-            self.settings.training.seed,
             stage2.dump_every,
             stage2.dump_samples,
         )

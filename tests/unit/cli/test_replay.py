@@ -40,17 +40,6 @@ def test_a_file_and_a_folder_come_out_the_same(tmp_path):
     assert (single.exit_code, single.stdout) == (0, "2 examples of 1 steps come out the same\n")
 
 
-def test_the_answers_of_followed_pictures_are_replayed_too(tmp_path):
-    step, _ = dumping(tmp_path, every=9, samples=1)
-    for number in range(3):
-        step([0, 1], StepIndex(number, 0))
-    (tmp_path / "dumps/step-of-my-own.jsonl").write_text("not a dump")
-    assert run(tmp_path / "dumps").stdout == "3 examples of 3 steps come out the same\n"
-    assert run(tmp_path / "dumps/followed").stdout == "2 examples of 2 steps come out the same\n"
-    change(tmp_path / "dumps/followed/step-000002.jsonl", 0, role)
-    assert "followed/step-000002.jsonl, line 1: result.streams.roles[7]" in refusal(run(tmp_path / "dumps"))
-
-
 def test_replay_needs_no_model_and_no_torch(tmp_path):
     file = dump_of(tmp_path)
     code = (

@@ -2,7 +2,6 @@
 
 import pytest
 
-from coordexp.cli.check import describe_evaluation
 from coordexp.config.rules import trains_chat
 from tests.unit.config.trees import CHAT_CE, TOKEN_CE, load, only_problem, stage1, stage2
 
@@ -49,10 +48,6 @@ def test_questions_alone_are_enough_for_evaluation():
     assert path == "custom.val_jsonl" and "custom.eval_data" in message
     settings = load(mixed(**evaluated, custom__eval_data=[{"path": "q.jsonl"}])).settings
     assert settings.evaluates_chat and not settings.evaluates
-    assert describe_evaluation(settings, None) == [
-        "questions: set_0 (up to 32 tokens each), every 5 steps, answered with transformers"
-    ]
-    assert describe_evaluation(load(mixed()).settings, None) == []
 
 
 def test_chat_ce_needs_channel_a_and_no_channel_of_the_run():

@@ -9,7 +9,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from coordexp.evaluate import evaluate, replace_scores, write_predictions
+from coordexp.evaluate import evaluate, write_predictions
 from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.report import NAMES, coco_truth
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, masks_alone, prediction, record
@@ -90,16 +90,7 @@ def test_without_a_score_there_is_no_ap_but_everything_else():
     assert report.notes == ("no AP: 1 of 2 objects have no score",)
 
 
-def list_valid(answers, name):
-    return [getattr(item, name) for answer in answers for item in answer.valid]
-
-
-def test_shuffled_scores_are_the_same_scores_on_other_objects():
-    _, answers = crowd(2)
-    shuffled = replace_scores(answers, "shuffled", seed=3)
-    before, after = (list_valid(side, "score") for side in (answers, shuffled))
-    assert before != after
-    assert sorted(before) == sorted(after)
-    assert list_valid(answers, "bins") == list_valid(shuffled, "bins")
-    assert shuffled == replace_scores(answers, "shuffled", seed=3)
-    assert shuffled != replace_scores(answers, "shuffled", seed=4)
+def test_equal_scores_give_a_note_that_ap_depends_on_the_order_of_the_answers():
+    objects = (prediction("cat", BOX, 0.5), prediction("cat", FAR, 0.5))
+    (note,) = evaluate([(1, record(("cat", BOX)))], [answer(*objects)]).notes
+    assert note.startswith("all scores are equal")

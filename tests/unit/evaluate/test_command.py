@@ -4,15 +4,12 @@ import json
 import re
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.cli.evaluate import ScoreMode as ScoresOption
 from coordexp.evaluate import evaluate, write_predictions
-from coordexp.evaluate.answer import ScoreMode
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 
@@ -59,17 +56,6 @@ def test_the_json_has_every_number_with_its_counts(folder):
     assert len(report["thresholds"]) == 10
     assert set(report["classes"]) == {"cat", "cup", "dog"}
     assert report["curve"][-1]["f1"] == report["numbers"]["f1_50"]
-    assert report["scores"] == "own"
-
-
-def test_the_scores_option_changes_ap_and_not_f1(folder):
-    own, constant, shuffled = (numbers(folder, "--scores", mode)["numbers"] for mode in get_args(ScoreMode))
-    assert len({own["ap"], constant["ap"], shuffled["ap"]}) == 3
-    assert own["f1_50"] == constant["f1_50"] == shuffled["f1_50"]
-    assert get_args(ScoresOption) == get_args(ScoreMode)
-    notes = {mode: numbers(folder, "--scores", mode)["notes"] for mode in ("own", "constant")}
-    assert notes["own"] == [] and "all scores are equal" in notes["constant"][0]
-    assert shuffled["ap"] != numbers(folder, "--scores", "shuffled", "--seed", "1")["numbers"]["ap"]
 
 
 def test_a_page_is_written_without_a_single_image_on_disk(folder):

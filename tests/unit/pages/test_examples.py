@@ -26,17 +26,6 @@ def test_steps_of_a_long_run_are_chosen_evenly_and_include_the_first_and_the_las
     assert total == 2000
 
 
-def test_followed_records_take_at_most_half_of_the_page(tmp_path):
-    dump(tmp_path, 0, (5, 6))
-    for step in range(1, 40):
-        dump(tmp_path, step, (9,))
-        dump(tmp_path, step, (5,), "dumps/followed")
-    chosen, _ = choose_examples(tmp_path, 20)
-    records = [example.content["place"]["record"] for example in chosen]
-    assert len(chosen) <= 20
-    assert records.count(5) == 11 and records.count(6) == 1  # half of the page, and the first step's two
-
-
 def test_an_example_has_its_trace(tmp_path):
     dump(tmp_path, 3)
     lines = [{"format": 1, "example": 1, "loss": loss} for loss in (1.0,)]

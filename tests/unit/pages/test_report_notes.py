@@ -8,14 +8,12 @@ from coordexp.pages.report_notes import (
     note_bad_evaluation,
     note_broken_numbers,
     note_decline,
-    note_different_code,
     note_different_ends,
     note_gradient_spikes,
     note_unfinished,
-    note_waiting,
 )
 from coordexp.pages.run_folder import group_runs
-from tests.unit.pages.run_folders import END, evaluation_line, lines, make_run, manifest, settings
+from tests.unit.pages.run_folders import END, evaluation_line, lines, make_run, settings
 
 
 def change_line(step, **values):
@@ -70,7 +68,6 @@ def test_a_run_that_has_not_ended_is_reported_with_its_last_step(logged, tree, n
             ["the best evaluation was at step 4 (F1 0.800); the last, at step 8, has 0.770"],
         ),
         (note_decline, [evaluation_line(4, f1_50=0.8), evaluation_line(8, f1_50=0.785)], []),
-        (note_waiting, [line | {"time/waited": 0.5, "time/step": 1.75} for line in lines()], []),
         (note_gradient_spikes, change_line(6, grad_norm=19.0), []),
     ],
 )
@@ -93,24 +90,9 @@ def test_duplicates_and_cut_off_answers_of_the_last_evaluation_are_reported():
     ]
 
 
-def test_waiting_is_a_share_of_the_time_in_steps():
-    (note,) = note_waiting(make_run([line | {"time/waited": 0.8, "time/step": 2.6} for line in lines()]))
-    assert "30.8 % of the time" in note
-
-
 def test_runs_that_end_at_different_steps_are_reported():
     runs = [make_run(lines(10)), make_run(lines(6), tree=settings(seed=2), folder="runs/two")]
     assert "(10, 6): after step 6" in next(note_different_ends(group_runs(runs)[0]))
-
-
-def test_runs_made_by_different_code_are_reported():
-    runs = [
-        make_run(
-            starts=[manifest(git={"commit": commit, "changed_files": k})], tree=settings(seed=k), folder=commit
-        )
-        for k, commit in enumerate(("aa", "bb"))
-    ]
-    assert [*note_different_code(group_runs(runs)[0])] == ["the runs were made by 2 different commits"]
 
 
 def test_notes_name_the_run_where_a_group_has_several():

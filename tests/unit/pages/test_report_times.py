@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordexp.pages.curves import PHASES, share_of_step, total_by_phase
+from coordexp.pages.curves import PHASES, total_by_phase
 from coordexp.pages.report import render_report
 from coordexp.pages.run_folder import group_runs, read_logged_run
 from tests.unit.pages.run_folders import END, lines, make_run, write_run
@@ -26,7 +26,7 @@ def test_rest_is_never_negative():
 
 def test_a_run_that_timed_nothing_has_no_times():
     run = make_run([{"step": 1, "seconds": 1.0, "loss": 2.0}, END])
-    assert total_by_phase(run.log) is None and share_of_step(run.log, "waited") is None
+    assert total_by_phase(run.log) is None
 
 
 def test_the_page_has_seconds_per_step_and_shares_of_all_time(tmp_path):

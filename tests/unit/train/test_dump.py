@@ -129,8 +129,7 @@ def test_what_was_dumped_after_the_checkpoint_is_forgotten_with_its_traces(tmp_p
         file.with_name(file.name.replace("step", "trained")).write_text("{}\n")
     remove_from_step(tmp_path / "dumps", 3)
     left = sorted(str(path.relative_to(tmp_path / "dumps")) for path in (tmp_path / "dumps").rglob("*.jsonl"))
-    kept = ["followed/step-000001", "followed/trained-000001", "step-000000", "step-000002"]
-    assert left == [f"{name}.jsonl" for name in [*kept, "trained-000000", "trained-000002"]]
+    assert left == [f"{name}-00000{step}.jsonl" for name in ("step", "trained") for step in (0, 2)]
     remove_from_step(tmp_path / "dumps", 0)
     remove_from_step(tmp_path / "nothing", 0)
     assert list((tmp_path / "dumps").rglob("*.jsonl")) == []
@@ -145,43 +144,6 @@ def test_the_writer_knows_where_it_has_dumped_an_example(tmp_path):
     step, writer = dumping(tmp_path, every=2, samples=2)
     examples = [example for micro in range(2) for example in step([0, 0], StepIndex(2, micro))]
     assert places(writer, examples) == ["step-000002.jsonl:0", "step-000002.jsonl:1", "", ""]
-
-
-def test_a_first_dump_that_cannot_be_read_after_a_resume_costs_followed_images_and_not_the_run(tmp_path, caplog):
-    dumping(tmp_path)[0]([0], StepIndex(2, 0))
-    (tmp_path / "dumps/step-000002.jsonl").write_text("{}\n")
-    dumping(tmp_path)[0]([0], StepIndex(3, 0))
-    (warning,) = caplog.records
-    assert "step-000002.jsonl" in warning.message
-
-
-def followed(folder: Path) -> dict[str, list[str]]:
-    return {file.stem: images(file) for file in sorted((folder / "dumps/followed").glob("*"))}
-
-
-def test_the_images_of_the_first_dump_are_dumped_whenever_they_are_answered_again(tmp_path):
-    step, writer = dumping(tmp_path, every=4, samples=1)
-    for number, indices in enumerate([[1, 0], [2], [0, 1], [1, 2], [0, 1], [0, 1]]):
-        made = places(writer, step(indices, StepIndex(number, 0)))
-        if number == 4:  # one is dumped that is not followed; the followed one comes too late for that file
-            assert made == ["step-000004.jsonl:0", "followed/step-000004.jsonl:0"]
-    assert images(tmp_path / "dumps/step-000000.jsonl") == ["garbage.png"]
-    once = ["garbage.png"]
-    assert followed(tmp_path) == {f"step-00000{number}": once for number in (2, 3, 4, 5)}
-    steps = [json.loads(file.read_text())["place"]["step"] for file in (tmp_path / "dumps/followed").iterdir()]
-    assert sorted(steps) == [2, 3, 4, 5]
-
-
-def test_a_resumed_run_follows_the_images_of_the_first_dump(tmp_path):
-    first, _ = dumping(tmp_path, every=10, samples=1)
-    for number, index in enumerate([2, 0, 1]):
-        first([index], StepIndex(number, 0))
-    remove_from_step(tmp_path / "dumps", 1)
-    resumed, _ = dumping(tmp_path, every=10, samples=1)
-    for number in (1, 2, 3):
-        resumed([0, 2, 1], StepIndex(number, 0))
-    assert images(tmp_path / "dumps/step-000001.jsonl") == ["partly.png"], "the first of this process"
-    assert followed(tmp_path) == {f"step-00000{number}": ["cut.png"] for number in (1, 2, 3)}
 
 
 def full(*_, **__):

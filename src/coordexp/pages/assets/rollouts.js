@@ -83,7 +83,7 @@ const head = (() => {
 // Which sample is shown, and what is highlighted in it: what the reader points at, or else what was chosen last.
 const inspector = (() => {
   const { index } = data;
-  const REGIONS = { t: "strip", o: "objects", s: "steps" }; // by the key that goes to them
+  const REGIONS = { t: "strip", o: "objects" }; // by the key that goes to them
   let list = []; // numbers of samples, filtered and ordered
   let shown = null;
   let sample = null;
@@ -118,10 +118,9 @@ const inspector = (() => {
     pointed = null;
     chosen = null;
     head.show(index.samples[k], sample);
-    imageView.large(index.samples[k], sample);
+    imageView.show(index.samples[k], sample);
     objects.show(sample);
     strip.show(sample);
-    steps.show(k);
     detail.clear();
     const token = worst();
     if (sample.tokens.ids.length) choose({ owners: [sample.tokens.owner[token]], token });
@@ -225,7 +224,7 @@ const inspector = (() => {
     performance.mark("ready");
   }
 
-  return { start, go, point, choose };
+  return { start, point, choose };
 })();
 
 inspector.start();

@@ -1,7 +1,7 @@
 "use strict";
-// An image with shapes over it, large with names or small without, and the marks of one coordinate along its edges.
+// An image with shapes over it, with their names, and the marks of one coordinate along its edges.
 const imageView = (() => {
-  const MAX_HEIGHT = 400; // pixels of the large image
+  const MAX_HEIGHT = 400; // pixels of the image
   const MAX_NAMES = 24; // shapes up to which each has its name; of more, only those that are highlighted
   const toPixels = (bin, side) => (bin / 999) * side;
 
@@ -34,7 +34,7 @@ const imageView = (() => {
     return tag;
   }
 
-  function large(entry, sample) {
+  function show(entry, sample) {
     const host = find("stage");
     host.style.maxWidth = `${Math.round((MAX_HEIGHT * sample.width) / sample.height)}px`;
     const [over, shapes] = draw(host, entry, sample);
@@ -67,7 +67,7 @@ const imageView = (() => {
     find("guides").replaceChildren(...parts);
   }
 
-  return { large, small: draw, guide, clear: () => find("guides").replaceChildren() };
+  return { show, guide, clear: () => find("guides").replaceChildren() };
 })();
 
 // Two distributions over bins in one chart: the model's as a filled area, the soft target as a dashed line. It shows the
@@ -125,35 +125,4 @@ const chart = (() => {
   }
 
   return { draw };
-})();
-
-// The same image at other steps, side by side: what the model learned to see.
-const steps = (() => {
-  const MAX_CARDS = 12; // around the current step
-
-  function show(k) {
-    const { samples } = data.index;
-    const isSame = (entry) => entry.record === samples[k].record && entry.image === samples[k].image;
-    const same = samples.flatMap((entry, other) => (isSame(entry) ? [other] : []));
-    const first = Math.max(0, Math.min(same.indexOf(k) - MAX_CARDS / 2, same.length - MAX_CARDS));
-    const shown = same.slice(first, first + MAX_CARDS);
-    find("series").hidden = same.length < 2;
-    find("range").textContent = shown.length < same.length ? `${shown.length} of ${same.length}, around this step.` : "";
-    find("steps").replaceChildren(...(same.length < 2 ? [] : shown.map((other) => card(other, other === k))));
-    const current = find("steps").querySelector("[aria-current]");
-    if (current) find("steps").scrollLeft = current.offsetLeft - find("steps").clientWidth / 2;
-  }
-
-  function card(k, current) {
-    const entry = data.index.samples[k];
-    const stage = element("span", "stage");
-    imageView.small(stage, entry, data.sample(k));
-    const counts = `${data.countFound(entry)}${entry.extra ? `, ${entry.extra} extra` : ""}`;
-    const loss = entry.loss === null ? "no loss" : `loss ${entry.loss.toFixed(3)}`;
-    const words = [element("b", "", `step ${entry.step}`), element("span", "", counts), element("span", "", loss)];
-    const onclick = () => inspector.go(k);
-    return element("button", "step", stage, ...words, { type: "button", ariaCurrent: current ? "true" : null, onclick });
-  }
-
-  return { show };
 })();
