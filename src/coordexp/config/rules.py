@@ -14,7 +14,6 @@ from coordexp.config.sections import ADDED_OBJECTIVES, Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.config.yaml_tree import Error
 from coordexp.errors import Finding
-from coordexp.extensions import find_extensions
 
 
 @dataclass(frozen=True)
@@ -227,7 +226,7 @@ def _check_steps(s: Settings, world: World) -> Conflicts:
 
 
 def _check_trainer(s: Settings, world: World) -> Conflicts:
-    training, ratio, hooks = s.training, s.stage2.b_ratio, find_extensions("checkpoint_hooks", taken=frozenset())
+    training, ratio = s.training, s.stage2.b_ratio
     two_channel = s.custom.trainer_variant == "stage2_two_channel"
     if two_channel and ratio is None:
         fix = "stage2_two_channel needs the share of rollout steps; add e.g. b_ratio: 0.5"
@@ -260,10 +259,6 @@ def _check_trainer(s: Settings, world: World) -> Conflicts:
             yield Error(name, problem, f"use at most {limit}")
     if training.bf16 and training.fp16:
         yield Error("training.fp16", "true, and so is training.bf16", "keep one of the two")
-    if (hook := s.custom.on_checkpoint) is not None and hook not in hooks:
-        problem = f"{hook}: no installed package adds it to coordexp.checkpoint_hooks"
-        fix = f"install the package that does (docs/extending.md), or use one of: {', '.join(hooks) or 'none'}"
-        yield Error("custom.on_checkpoint", problem, fix)
 
 
 def _check_evaluation(s: Settings, world: World) -> Conflicts:

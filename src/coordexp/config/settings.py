@@ -175,9 +175,6 @@ class Custom(SettingsSection):
     """Order of the objects in the answers that the model learns to write: that of the file, `reading` (by the top
     edge, then the left one), `left_to_right`, `large_first`, `asked` (that of the classes that the record asks
     for, and that of the file among objects of one class), or `random`, which is drawn anew in every step."""
-    on_checkpoint: str | None = Field(None, examples=["upload"])
-    """Name of a function that an installed package adds (docs/extending.md). It is called with the folder of every
-    complete checkpoint, in the background, e.g. to upload it. null: none."""
     broken_images: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, examples=[0.01])
     """Share of the training images that may be broken: missing, not decodable, or of another size than their
     records say. Other records take the places of theirs, and `quarantine.jsonl` in the run folder lists them. With

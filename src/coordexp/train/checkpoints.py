@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordexp.errors import DataError, UserError, describe_exception
-from coordexp.extensions import find_extensions, load_extension
+from coordexp.errors import DataError, UserError
 from coordexp.files import FULL, free_space, sync, sync_folder, write_json
-from coordexp.logs import say
-from coordexp.tasks import Task, remind
+from coordexp.tasks import remind
 
 MANIFEST = "manifest.json"
 UNFINISHED = f"was not written to its end: it has no {MANIFEST}"
@@ -247,44 +245,6 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
     for path in sorted((path for path in older if path not in needed), key=_worth)[: max(0, excess)]:
         with suppress(OSError):
             clear(path)
-
-
-Hook = Callable[[Path], object]
-
-
-class CheckpointHook:
-    """Calls a function of another package with every complete checkpoint, for example to upload it: in a thread,
-    while training goes on, one checkpoint after the other. An error of the function is a warning.
-
-    The checkpoint that the hook works on is the newest one until `start` has waited for it, so it is never one
-    that `save_total_limit` removes."""
-
-    def __init__(self, hook: Hook | None) -> None:
-        self._hook = hook
-        self._task: Task[object] | None = None
-        self._checkpoint = Path()
-
-    @classmethod
-    def load(cls, name: str | None) -> "CheckpointHook":
-        """Return the hook of this name, which the rules of settings have found to be there."""
-        hooks = find_extensions("checkpoint_hooks", taken=frozenset())
-        return cls(None if name is None else load_extension(hooks[name]))
-
-    def start(self, checkpoint: Path) -> None:
-        """Wait for the checkpoint before, and call the hook with this one."""
-        self.close()
-        if self._hook is not None:
-            self._checkpoint, self._task = checkpoint, Task(self._hook, checkpoint)
-
-    def close(self) -> None:
-        """Wait for the hook, if it has not ended."""
-        if self._task is None:
-            return
-        with remind(say, f"waiting for custom.on_checkpoint, which has {self._checkpoint}"):
-            self._task.done.wait()
-        if isinstance(error := self._task.error, Exception):
-            say(f"warning: custom.on_checkpoint failed with {self._checkpoint}: {describe_exception(error)}")
-        self._task = None
 
 
 def _disk_problem(error: Exception, checkpoint: Path) -> str | None:

@@ -35,7 +35,7 @@ from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup
 from coordexp.tasks import ignore
-from coordexp.train.checkpoints import CheckpointHook, step_of
+from coordexp.train.checkpoints import step_of
 from coordexp.train.data import RunData, describe_identity, make_order
 from coordexp.train.encode import Encoder, TrainingSet
 from coordexp.train.evaluation import AnswerEvaluation, Asking, ChatEvaluation
@@ -81,9 +81,9 @@ class PreparedRun:
         trainer = self.trainer
         if trainer is None or self.bar is None:
             return RunOutcome(_step_of(self.checkpoint), stopped_by=None, folder=self.folder)
-        stop, hook = trainer.stop, trainer.checkpoint_hook
+        stop = trainer.stop
         stop.listen()
-        with closing(stop), closing(hook), closing(trainer.backend), closing(self.bar), suppress(Stopped):
+        with closing(stop), closing(trainer.backend), closing(self.bar), suppress(Stopped):
             trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         steps = trainer.state.global_step
         return RunOutcome(steps, stop.stopped_by, self.folder, saved=trainer.saved == steps)
@@ -389,7 +389,6 @@ class Assembly:
             step=self.step,
             evaluations=self.evaluations,
             stop=self.stop,
-            checkpoint_hook=CheckpointHook.load(self.settings.custom.on_checkpoint),
             args=self.arguments,
             processing_class=self.prompts.processor,
             callbacks=[FirstSync(self.backend, self.learner, self.stop), self.sinks, self.stop],

@@ -34,7 +34,7 @@ from coordexp.logs import say
 from coordexp.ranks import RankLostError, together
 from coordexp.rollout.backend import RolloutBackend
 from coordexp.tasks import ignore
-from coordexp.train.checkpoints import CheckpointHook, clear, rotate, saving, sync_checkpoint, write_manifest
+from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_manifest
 from coordexp.train.learner import Learner
 from coordexp.train.step import OptimizerStep, Rows, count_tokens
 from coordexp.train.stopping import (
@@ -58,13 +58,11 @@ class RowTrainer(Trainer):
         step: OptimizerStep,
         evaluations: Sequence[Evaluation],
         stop: StopOnSignal,
-        checkpoint_hook: CheckpointHook,
         **options: Any,
     ) -> None:
         """`options` are those of the Trainer: `args`, `processing_class` and `callbacks`."""
         super().__init__(model=learner.model, eval_dataset=[*evaluations] or None, **options)
         self.learner, self.step, self.evaluations, self.stop = learner, step, tuple(evaluations), stop
-        self.checkpoint_hook = checkpoint_hook
         self.health = Health()
         self.saved: int | None = None  # the step of the newest checkpoint
         # `_rotate` alone removes checkpoints.
@@ -193,8 +191,6 @@ class RowTrainer(Trainer):
                 together(partial(self.step.rollouts.save, checkpoint))
                 together(partial(sync_checkpoint, checkpoint) if self.args.local_process_index == 0 else ignore)
                 together(partial(write_manifest, checkpoint, say) if first else ignore)
-            if first:
-                self.checkpoint_hook.start(checkpoint)
             self.saved, self.rotation_is_due = step, True
             if step >= self.state.max_steps:
                 self._rotate()
