@@ -231,18 +231,6 @@ class RolloutChoice(SettingsSection):
     """Teach the objects of `union` like labels. false: they are context without supervision."""
 
 
-class RolloutChoice(SettingsSection):
-    """The choice among several rollouts of a sample."""
-
-    rule: Literal["best", "union"] = "best"
-    """`best`: the answer with the highest F1 against the labels, by shapes alone. `union`: the same answer, and
-    with it the objects that several answers agree on and that no label has."""
-    votes: Annotated[int, Field(ge=2)] = 2
-    """Answers that must have an object before `union` takes it."""
-    pseudo_labels: bool = False
-    """Teach the objects of `union` like labels. false: they are context without supervision."""
-
-
 class NoiseAnswers(SettingsSection):
     """Answers that are made from the labels in place of rollouts, as a control."""
 
