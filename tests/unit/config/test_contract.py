@@ -2,9 +2,7 @@
 
 import pytest
 
-from coordexp.config import (
-    RolloutContract,
-)
+from coordexp.config import RolloutContract
 from tests.unit.config.trees import (
     BBOX_GEO,
     COORD_DIAG,
@@ -58,15 +56,6 @@ def test_objects_are_written_with_desc_first_unless_the_config_says_otherwise():
     assert orders == ["desc_first", "desc_first"]
     reordered = load(stage2(custom__object_field_order="geometry_first")).settings.custom.object_field_order
     assert reordered == "geometry_first"
-
-
-@pytest.mark.scenario("R02.C1", on="pure")
-@pytest.mark.parametrize("field", ["name", "enabled", "weight", "channels", "config"])
-def test_a_module_entry_must_state_every_field(field):
-    entry = {key: value for key, value in COORD_REG.items() if key != field}
-    path, message = only_problem(in_objective(entry))
-    assert path == f"rollout_matching.pipeline.objective[0].{field}"
-    assert "missing" in message
 
 
 @pytest.mark.scenario("R02.C3", "R04.C1", on="pure")
@@ -195,14 +184,6 @@ def test_the_number_of_senders_is_a_positive_integer(senders):
 def test_decode_batch_size_reaches_the_rollout_settings():
     assert load(stage2(rollout_matching__decode_batch_size=4)).settings.rollout_matching.decode_batch_size == 4
     assert load(stage2()).settings.rollout_matching.decode_batch_size == 1
-
-
-@pytest.mark.scenario("R10.S4", "R10.S5", on="pure")
-@pytest.mark.parametrize(("key", "value"), [("decode_batch_size", 4), ("rollout_backend", "hf")])
-def test_settings_under_custom_extra_are_refused_with_their_new_path(key, value):
-    path, message = only_problem(stage2(custom__extra={"rollout_matching": {key: value}}))
-    assert path == f"custom.extra.rollout_matching.{key}"
-    assert f"use rollout_matching.{key}" in message
 
 
 @pytest.mark.scenario("R07.C1", "R10.C3", on="pure")
