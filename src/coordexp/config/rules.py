@@ -232,14 +232,6 @@ def _check_trainer(s: Settings, world: World) -> Conflicts:
     if not two_channel and ratio is not None:
         problem = f"{ratio:g} has no meaning for {s.custom.trainer_variant}"
         yield Error("stage2.b_ratio", problem, "remove it, or set custom.trainer_variant: stage2_two_channel")
-    each_batch = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
-    if training.accelerator_config not in (None, {}, *each_batch):
-        problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
-        fix = "write accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}, or leave it out"
-        yield Error("training.accelerator_config", problem, fix)
-    if "tpu_metrics_debug" in training.debug:
-        problem = "tpu_metrics_debug has no effect: it belongs to an evaluation that coordexp does not use"
-        yield Error("training.debug", problem, "use underflow_overflow, or leave it out")
     batch, per_sample = training.per_device_train_batch_size, s.rollout_matching.rollouts_per_sample
     samples = f"samples per micro-step{f' with {per_sample} rollouts each' if per_sample > 1 else ''}"
     for name, value, noun, limit in (
