@@ -113,7 +113,7 @@ def test_ctrl_c_ends_a_run_whose_engine_is_starting(parts):
         assert time.monotonic() - at < START_GRACE + 15
         assert all_ended(everything)
         shown = run.shown
-    assert shown.count("stopping (SIGINT): no step was trained since the start, so there is nothing to save") == 1
+    assert shown.count("stopping (SIGINT)") == 1
     assert "Traceback" not in shown
     assert not list((parts / "interrupted").glob("checkpoint-*"))
 

@@ -79,7 +79,7 @@ def test_the_doctor_compares_examples_with_the_length_of_the_config(folder):
     assert f"longest {limit + 1:,}; global_max_length is {limit:,}" in result.output
 
 
-@pytest.mark.parametrize("words", [("--model", "m", "--config", "c.yaml"), ("--set", "a=1")])
-def test_options_without_effect_are_refused(folder, words):
-    result = CliRunner().invoke(app, ["data", "doctor", str(folder / "data/mixed.jsonl"), *words])
+def test_an_option_without_effect_is_refused(folder):
+    words = ["data", "doctor", str(folder / "data/mixed.jsonl"), "--set", "a=1"]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 1 and "has no effect" in result.output

@@ -75,8 +75,7 @@ def test_a_signal_while_a_checkpoint_is_saved_ends_the_run_with_that_checkpoint(
         checkpoint = parts / "saving/checkpoint-2"
         wait_until(run, lambda: (checkpoint / "trainer_state.json").is_file())
         os.kill(run.process.pid, signal.SIGTERM)
-        line = "stopping (SIGTERM): the checkpoint of step 2 is finished first; "
-        assert wait_until(run, lambda: line in run.shown, 10) < 1.0
+        assert wait_until(run, lambda: "stopping (SIGTERM): " in run.shown, 10) < 1.0
         assert run.wait(30) == 0, run.shown[-3000:]
         assert "stopped by a signal after step 2, which is saved" in run.shown
     assert (checkpoint / "stream_0.json").is_file()

@@ -70,9 +70,9 @@ def a_run_json_with(folder, content):
     read_starts(folder / "run.json")
 
 
-@provoke("start", "step", "evaluation", "save")
-def a_signal_in_the_phase(folder, phase):
-    return stop_line(signal.SIGTERM, phase, 7)
+@provoke(signal.SIGTERM, signal.SIGINT)
+def a_signal(folder, number):
+    return stop_line(number)
 
 
 @provoke(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordexp.config.rollout import capacity_shortage, requests_per_rank
+from coordexp.config.rollout import capacity_shortage
 from coordexp.servers.pool import Loss, Pool, Window, split_count
 from tests.examples import examples
 
@@ -68,13 +68,19 @@ def test_no_server_gets_more_first_requests_of_all_ranks_than_it_decodes_and_one
     servers, size, batch, learners, count
 ):
     sizes = [size] * servers
-    if capacity_shortage(batch, tuple(sizes), learners):
+    if capacity_shortage(batch, sum(sizes), learners):
         return
     asked = [0] * servers
     for window in windows(sizes, batch, learners, count):
         for server, part in window.next_calls():
             asked[server] += len(part)
-    assert max(asked) < batch * size + -(-requests_per_rank(batch, tuple(sizes), learners) // servers)
+    assert max(asked) < batch * size + -(-(batch * sum(sizes) // learners) // servers)
+
+
+@pytest.mark.scenario("R15.C2", on="pure")
+def test_the_slots_of_a_rank_are_rounded_down_and_at_least_one():
+    assert ready([1, 2]).capacity(4, 5) == 2
+    assert ready([1, 1]).capacity(1, 4) == 1
 
 
 def time_to_answer(sizes, batch, learners, count) -> int:

@@ -46,10 +46,6 @@ def check(
             min=1, envvar="WORLD_SIZE", help="Learner processes of the run, for the rules that depend on them."
         ),
     ] = None,
-    server_world_sizes: Annotated[
-        str | None,
-        typer.Option(help="Devices of each rollout server, e.g. 1,1,2, to check that all requests fit."),
-    ] = None,
     as_json: JsonOption = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also show settings at their defaults.")] = False,
     strict: Annotated[
@@ -69,7 +65,7 @@ def check(
 
     Exits 0 if the config is valid, and 2 if it is not. With --strict, a warning exits 1.
     """
-    world = World(world_size, _sizes(server_world_sizes))
+    world = World(world_size)
     try:
         loaded = load_settings(config, world, overrides or ())
     except ConfigError as error:  # the result of this command, on standard output
@@ -94,15 +90,6 @@ def check(
     verdict = Text(f"{loaded.files[-1]}: sound{but}", style="bold yellow" if missing else "bold green")
     out.print(verdict.append(unchecked, style="dim"))
     raise typer.Exit(code)
-
-
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of numbers above 0 such as 1,1,2")
-    return tuple(int(part) for part in parts)
 
 
 def _describe(loaded: Loaded) -> dict[str, Any]:

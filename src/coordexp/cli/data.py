@@ -27,7 +27,6 @@ from coordexp.cli.console import (
 )
 from coordexp.config import load_settings
 from coordexp.errors import UserError
-from coordexp.files import find_model
 
 if TYPE_CHECKING:
     from coordexp.config import Settings
@@ -59,20 +58,13 @@ FileArgument = Annotated[
 def doctor(
     file: FileArgument,
     images: ImagesOption = "head",
-    model: Annotated[
-        Path | None,
-        typer.Option(file_okay=False, help="A folder with tokenizer.json, or a hub name, to count tokens."),
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that an answer may have. Needs --model.")
-    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
             "--config",
             "-c",
-            help="The config of a run on FILE, to compare whole examples (prompt, image and answer) with its "
-            "global_max_length.",
+            help="The config of a run on FILE, to count the tokens of examples (prompt, image and answer), and to "
+            "compare them with its global_max_length.",
         ),
     ] = None,
     overrides: SetOption = None,
@@ -86,10 +78,6 @@ def doctor(
     ] = None,
 ) -> None:
     """Find broken lines, images and shapes, wrong formats and duplicates. Exits 1 if there are errors."""
-    if max_length is not None and model is None:
-        raise UserError("--max-length needs a tokenizer to count tokens with", "add --model DIR")
-    if config is not None and model is not None:
-        raise UserError("--model has no effect with --config, which names a model", "leave one of them out")
     if overrides and config is None:
         raise UserError("--set has no effect without --config", "add --config, or leave it out")
     if (shard is None) != (folder is None):
@@ -97,12 +85,12 @@ def doctor(
     need_image_reader(images)
     from coordexp.data.doctor import examine
 
-    count_tokens = None if model is None else _make_counter(find_model(model), None, file)
+    count_tokens, max_length = None, None
     if config is not None:
         need("torch", "transformers", extra="train")
         with progress("loading"):
             settings = use_local_model(load_settings(config, overrides=overrides or ())).settings
-            count_tokens = _make_counter(Path(settings.model.path), settings, file)
+            count_tokens = _make_counter(settings, file)
             max_length = settings.global_max_length
     options: dict[str, Any] = {"look": _image_reader(images), "count_tokens": count_tokens}
     options |= {"max_length": max_length, "processes": _processors()}
@@ -113,9 +101,10 @@ def doctor(
             from coordexp.data.doctor.shards import examine_shard
             from coordexp.data.shards import Shard
 
-            names = {"tokenizer": model, "config": config, "overrides": overrides}
             request = {"data": RecordFile(file).sha256, "images": images, "max_length": max_length}
-            request |= {name: str(value) for name, value in names.items() if value}
+            request |= {
+                name: str(value) for name, value in (("config", config), ("overrides", overrides)) if value
+            }
             part = Shard.parse(shard)
             is_new = examine_shard(file, folder, part, request, **options)
             out.print(f"shard {part} in {folder}{'' if is_new else ': it was finished before'}", markup=False)
@@ -270,20 +259,16 @@ def view(
     out.print(f"wrote {target}: {scope}", markup=False)
 
 
-def _make_counter(folder: Path, settings: "Settings | None", file: Path) -> "CountTokens":
-    """Return a function that counts the tokens of answers with the tokenizer in `folder`. With the settings of a
-    run, it counts whole examples, as the run makes them of the records of the file: with the prompts of its data
-    set, if that has its own."""
+def _make_counter(settings: "Settings", file: Path) -> "CountTokens":
+    """Return a function that counts the tokens of examples as a run makes them of the records of the file: with
+    the prompts of its data set, if that has its own."""
     from coordexp.answers.formats import load_format
-    from coordexp.rollout.lengths import ExampleCounter
-
-    if settings is None:
-        return ExampleCounter(load_format(folder))
     from coordexp.data import Questions
     from coordexp.files import match_files
+    from coordexp.rollout.lengths import ExampleCounter
     from coordexp.rollout.prompt import PromptBuilder, load_processor  # these import torch
 
-    custom = settings.custom
+    custom, folder = settings.custom, Path(settings.model.path)
     own = [
         data
         for data, names in zip(custom.train_data, custom.train_sets.values(), strict=False)
@@ -326,8 +311,7 @@ def _print_report(report: "DataReport", max_length: int | None) -> None:
         _print_bars([(f"{low} to {high - 1}", count) for low, high, count in report.histogram], facts.objects)
     if tokens := report.tokens:
         per_object = f"; {tokens.per_object:.1f} per object" if facts.objects else ""
-        more = "" if report.examples else " (image and prompt come on top: --config counts them)"
-        out.print(f"tokens per answer: {_format_lengths(tokens)}{per_object}{more}")
+        out.print(f"tokens per answer: {_format_lengths(tokens)}{per_object}")
     if examples := report.examples:
         more = f"; global_max_length is {max_length:,}" if max_length else ""
         out.print(f"tokens per example, with prompt and image: {_format_lengths(examples)}{more}")

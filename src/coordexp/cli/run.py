@@ -43,9 +43,6 @@ def replay(
     dump: Annotated[
         Path, typer.Argument(help="A file of RUN/dumps, or the folder.", exists=True, show_default=False)
     ],
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with the tokenizer. Unset: the one beside the dump.")
-    ] = None,
 ) -> None:
     """Parse, match and build the target of every dumped example again; compare with what the run did.
 
@@ -62,10 +59,9 @@ def replay(
         fix = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
         raise DataError(f"{dump} holds no step-*.jsonl", fix)
     try:
-        table = VocabularyTable.from_folder(tokenizer or files[0].parent)
-    except VocabularyError as error:
-        fix = "give the folder of the run's model: --tokenizer DIR"
-        raise DataError(error.problem, f"{error.fix}; or {fix}" if error.fix else fix) from error
+        table = VocabularyTable.from_folder(files[0].parent)
+    except VocabularyError as error:  # its fix is meant for training
+        raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
     examples = different = 0
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):

@@ -4,7 +4,7 @@ The launcher, the trainer and `coordexp check` all call `load_settings`, so the 
 """
 
 from coordexp.config.load import Loaded, load_settings, parse_settings
-from coordexp.config.rollout import RolloutContract, RolloutMatching, requests_per_rank
+from coordexp.config.rollout import RolloutContract, RolloutMatching
 from coordexp.config.rules import World
 from coordexp.config.settings import Settings
 from coordexp.config.yaml_tree import KeyPath, format_path
@@ -21,5 +21,4 @@ __all__ = [
     "format_path",
     "load_settings",
     "parse_settings",
-    "requests_per_rank",
 ]

@@ -23,7 +23,6 @@ from coordexp.config.sections import (
     from_null,
 )
 from coordexp.config.training import Packing
-from coordexp.errors import ConfigError, Finding
 from coordexp.extensions import find_extensions
 
 DEFAULT_TENSOR_PARALLEL = 4
@@ -314,19 +313,8 @@ def default_tensor_parallel_size(learner_world_size: int) -> int:
     return gcd(DEFAULT_TENSOR_PARALLEL, learner_world_size)
 
 
-def requests_per_rank(decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int) -> int:
-    """Return how many requests one learner rank may have in flight, so that no rollout device decodes more than
-    `decode_batch_size` sequences if all ranks ask at once. Raise ConfigError if there are too many ranks."""
-    if shortage := capacity_shortage(decode_batch_size, server_world_sizes, learner_world_size):
-        raise ConfigError([Finding("error", "rollout_matching.decode_batch_size", *shortage)])
-    return decode_batch_size * sum(server_world_sizes) // learner_world_size
-
-
-def capacity_shortage(
-    decode_batch_size: int, server_world_sizes: tuple[int, ...], learner_world_size: int
-) -> tuple[str, str] | None:
+def capacity_shortage(decode_batch_size: int, devices: int, learner_world_size: int) -> tuple[str, str] | None:
     """Return the problem and the fix if there are more learner ranks than decoding slots, else None."""
-    devices = sum(server_world_sizes)
     slots = decode_batch_size * devices
     if slots >= learner_world_size:
         return None

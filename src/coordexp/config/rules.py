@@ -18,17 +18,15 @@ from coordexp.errors import Finding
 
 @dataclass(frozen=True)
 class World:
-    """The number of learner ranks and of devices of each rollout server. None: not known yet."""
+    """The number of learner ranks. None: not known yet."""
 
     learners: int | None = None
-    server_world_sizes: tuple[int, ...] | None = None
 
 
 Conflicts = Iterator[Finding]
 ANSWER_FORMAT = "custom.answer_format"
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 DECODE_MODE = "rollout_matching.decode_mode"
-MODE = "rollout_matching.vllm.mode"
 SERVERS = "rollout_matching.vllm.server.servers"
 SYNC = "rollout_matching.vllm.sync.mode"
 TENSOR_PARALLEL = "rollout_matching.vllm.tensor_parallel_size"
@@ -234,14 +232,6 @@ def _check_trainer(s: Settings, world: World) -> Conflicts:
     if not two_channel and ratio is not None:
         problem = f"{ratio:g} has no meaning for {s.custom.trainer_variant}"
         yield Error("stage2.b_ratio", problem, "remove it, or set custom.trainer_variant: stage2_two_channel")
-    each_batch = tuple({"gradient_accumulation_kwargs": {"sync_each_batch": flag}} for flag in (True, False))
-    if training.accelerator_config not in (None, {}, *each_batch):
-        problem = "only gradient_accumulation_kwargs.sync_each_batch has an effect: there is no DataLoader"
-        fix = "write accelerator_config: {gradient_accumulation_kwargs: {sync_each_batch: true}}, or leave it out"
-        yield Error("training.accelerator_config", problem, fix)
-    if "tpu_metrics_debug" in training.debug:
-        problem = "tpu_metrics_debug has no effect: it belongs to an evaluation that coordexp does not use"
-        yield Error("training.debug", problem, "use underflow_overflow, or leave it out")
     batch, per_sample = training.per_device_train_batch_size, s.rollout_matching.rollouts_per_sample
     samples = f"samples per micro-step{f' with {per_sample} rollouts each' if per_sample > 1 else ''}"
     for name, value, noun, limit in (
@@ -440,9 +430,10 @@ def _check_engine(s: Settings, world: World) -> Conflicts:
 
 
 def _check_servers(s: Settings, world: World) -> Conflicts:
-    vllm, sizes, learners = s.rollout_matching.vllm, world.server_world_sizes, world.learners
+    vllm, learners = s.rollout_matching.vllm, world.learners
     servers, senders, is_used = vllm.server.servers, vllm.sync.senders, uses_vllm(s, "server")
-    taken, at_once = dict[tuple[str | None, int], str](), s.rollout_matching.decode_batch_size
+    at_once, devices = s.rollout_matching.decode_batch_size, len(servers) * vllm.devices_per_server
+    taken = dict[tuple[str | None, int], str]()
     for index, server in enumerate(servers):
         url = urlsplit(server.base_url)
         ports = {"base_url": url.port or {"http": 80, "https": 443}[url.scheme], "group_port": server.group_port}
@@ -452,17 +443,10 @@ def _check_servers(s: Settings, world: World) -> Conflicts:
                 fix = "each server needs its own port for HTTP and another for weight transfer"
                 yield Error(f"{SERVERS}[{index}].{key}", problem, fix)
             taken.setdefault((url.hostname, port), f"servers[{index}].{key}")
-    if sizes is not None and not is_used:
-        problem = "world sizes of rollout servers are given, but this run has no rollout servers"
-        fix = f"leave --server-world-sizes out, or set {s.backend_setting}: vllm and vllm.mode: server"
-        yield Error(MODE, problem, fix)
     if is_used and not servers:
         fix = f"list at least one, e.g. {EXAMPLE}, or set vllm.mode: colocate or rollout_backend: hf"
         yield Error(SERVERS, "missing, but required with vllm.mode: server", fix)
-    elif is_used and sizes is not None and len(sizes) != len(servers):
-        problem = f"{len(servers)} servers, but {len(sizes)} world sizes are given"
-        yield Error(SERVERS, problem, "give one world size for each server")
-    elif is_used and sizes and (shortage := capacity_shortage(at_once, sizes, learners or 1)):
+    elif is_used and (shortage := capacity_shortage(at_once, devices, learners or 1)):
         yield Error("rollout_matching.decode_batch_size", *shortage)
     for count, noun, fix in (
         (len(servers), "server", "list more servers in vllm.server.servers"),

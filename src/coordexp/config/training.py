@@ -69,8 +69,8 @@ class Training(Packing, TransformersArguments):
 PACKING_KEYS = tuple(Packing.model_fields)  # the keys of `training` that transformers does not have
 UNUSED = "has no effect: coordexp has its own data stream, loss, evaluation, progress bar and resume", "remove it"
 _UNUSED = """
-    average_tokens_across_devices batch_eval_metrics bf16_full_eval dataloader_drop_last dataloader_in_order
-    dataloader_multiprocessing_context dataloader_persistent_workers dataloader_pin_memory
+    accelerator_config average_tokens_across_devices batch_eval_metrics bf16_full_eval dataloader_drop_last
+    dataloader_in_order dataloader_multiprocessing_context dataloader_persistent_workers dataloader_pin_memory
     dataloader_prefetch_factor disable_tqdm do_eval do_predict do_train enable_jit_checkpoint
     eval_accumulation_steps eval_do_concat_batches eval_use_gather_object fp16_full_eval ignore_data_skip
     include_for_metrics label_names length_column_name liger_kernel_config local_rank logging_nan_inf_filter

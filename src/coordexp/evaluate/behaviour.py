@@ -1,23 +1,20 @@
-"""How a model behaves apart from what it detects: repeated and broken objects, where it misses objects, far too
-large boxes.
+"""How a model behaves apart from what it detects: repeated and broken objects, and where it misses objects.
 
 Each rate has a numerator and a denominator. `DEFINITIONS` says what is counted; reports print it. "Matched" means
-at IoU 0.5, with class for duplicates and without class for sizes and missed objects. Every missed object counts as
+at IoU 0.5, with class for duplicates and without class for missed objects. Every missed object counts as
 either skipped or stopped, so these two rates add up to 1 - recall of any class.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.evaluate.comparison import ImageComparison, LabelledShape, iou, stack_boxes
+from coordexp.evaluate.comparison import ImageComparison, LabelledShape, iou
 from coordexp.evaluate.matching import Matching
 
 SAME = 0.9  # IoU from which two predictions are the same
-TOO_LARGE = 4.0  # times the area of the nearest true object
-NEARLY_ALL = 0.9  # share of the image
 
 NEED_TEXT = frozenset({"invalid", "truncated", "unreadable", "skipped", "stopped"})  # they need an answer's text
 DEFINITIONS = {
@@ -25,8 +22,6 @@ DEFINITIONS = {
     " objects",
     "invalid": "objects that the parser refused; of all objects",
     "unknown_class": "objects with a desc that no true object of the data has; of valid objects",
-    "oversized": "unmatched objects whose box is over 4 times that of the nearest true object, or over 90 % of an"
-    " image in which no true object is that large; of valid objects",
     "truncated": "answers cut off at the token limit; of all answers",
     "unreadable": "answers that do not begin with { (native ones: with a list, an object or a markdown fence), so"
     " that nothing of them is read; of all answers",
@@ -93,7 +88,6 @@ def observe_image(image: ImageComparison, matching: Matching, classes: frozenset
         "duplicates": Rate(len(find_duplicates(image, matching)), valid),
         "invalid": Rate(refused, valid + refused if answered else 0),
         "unknown_class": Rate(sum(item.desc not in classes for item in image.predicted), valid),
-        "oversized": Rate(len(find_oversized(image, matching)), valid),
         "truncated": Rate(int(image.answer.is_truncated), answered),
         "unreadable": Rate(int(answered and not image.answer.is_readable), answered),
         **_observe_missed(image, matching),
@@ -145,31 +139,3 @@ def find_duplicates(image: ImageComparison, matching: Matching) -> tuple[int, ..
     earlier = np.tri(len(descs), k=-1, dtype=bool)
     repeats = ~matched & (copies & (matched | earlier)).any(axis=1)
     return tuple(np.flatnonzero(repeats).tolist())
-
-
-def find_oversized(image: ImageComparison, matching: Matching) -> tuple[int, ...]:
-    """Return the predicted objects that are far too large. A matched object cannot be over four times as large as
-    its true one, because their IoU would be below 1/4."""
-    nearly_all = image.record.width * image.record.height * NEARLY_ALL
-    matched = {i for i, _ in matching.any_class[0]}
-    has_large_object = any(item.shape.box_area > nearly_all for item in image.true)
-    oversized = []
-    for i, nearest in _find_nearest(image):
-        area = image.predicted[i].shape.box_area
-        larger = nearest is not None and area > TOO_LARGE * image.true[nearest].shape.box_area
-        if i not in matched and (larger or (area > nearly_all and not has_large_object)):
-            oversized.append(i)
-    return tuple(oversized)
-
-
-def _find_nearest(image: ImageComparison) -> Iterator[tuple[int, int | None]]:
-    """Yield for each predicted object the true one with the largest IoU or, if none overlaps, the nearest
-    centre."""
-    if not image.true:
-        yield from ((i, None) for i in range(len(image.predicted)))
-        return
-    sides = (stack_boxes([item.shape for item in side]) for side in (image.predicted, image.true))
-    predicted_centres, true_centres = ((boxes[:, :2] + boxes[:, 2:]) / 2 for boxes in sides)
-    for i, row in enumerate(image.overlap):
-        distance = np.square(true_centres - predicted_centres[i]).sum(axis=1)
-        yield i, int(row.argmax() if row.max() > 0 else distance.argmin())

@@ -1,4 +1,4 @@
-"""The parts of a launch while they run: their processes, their log lines, and the health of rollout servers.
+"""The parts of a launch while they run: their processes, their log lines, and whether a rollout server is ready.
 
 Every part leads a process group of its own, and Linux kills it if the launcher ends. All parts write to one log:
 whole lines, each with its time, its level and the name of its part, in colour on a terminal.
@@ -21,7 +21,6 @@ import httpx
 import psutil
 
 from coordexp.child_processes import TORCHRUN_VARIABLES, end_with_parent
-from coordexp.errors import EngineError, explain
 from coordexp.launch.plan import Part
 from coordexp.logs import ESCAPES, FORMAT, TERMINAL, JsonFormatter, LogFormat
 from coordexp.servers.protocol import TOKEN
@@ -32,7 +31,6 @@ LEFT_S = 2.0  # the time that the other processes of a part have to end after it
 UNKILLABLE_S = 30.0  # a process that hangs in a driver ends only when the driver returns: no use to wait longer
 COLOURS = ("36", "33", "35", "34", "32", "96", "93", "95")
 LAUNCHER = "launch"
-ANSWER_S = 2.0  # the time a rollout server has to answer the launcher
 
 
 class Log:
@@ -180,35 +178,8 @@ def _environment(part: Part, token: str | None) -> dict[str, str]:
     return inherited | own | dict(part.env)
 
 
-def health_client(token: str | None) -> httpx.Client:
-    """Return a client for the two functions below. It uses no proxy, since the servers are on our own network."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.Client(headers=headers, timeout=ANSWER_S, trust_env=False)
-
-
 def is_ready(client: httpx.Client, base_url: str) -> bool:
     """Return True if a server answers at this address and reports that it is healthy."""
     with suppress(httpx.HTTPError):
         return client.get(f"{base_url}/health/").status_code == httpx.codes.OK
     return False
-
-
-def read_world_size(client: httpx.Client, base_url: str) -> int:
-    """Return the world size that a rollout server reports. Raise if there is no such server."""
-    url = f"{base_url}/get_world_size/"
-    with explain(httpx.HTTPError, url, "check that a rollout server runs there", to=EngineError):
-        answer = client.get(url)
-    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        raise EngineError(
-            f"{url}: the server expects another token than this run has",
-            f"set {TOKEN} to the value that the server was started with",
-        )
-    size = None
-    with suppress(ValueError, KeyError, TypeError):
-        size = answer.json()["world_size"] if answer.is_success else None
-    if type(size) is not int or size < 1:
-        raise EngineError(
-            f"{url}: {answer.status_code} {answer.text[:200]!r} is not the answer of a rollout server",
-            "check whether another program listens there",
-        )
-    return size

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from coordexp.config import Settings
-from coordexp.config.rollout import capacity_shortage, is_loopback_host
-from coordexp.config.rules import DATA_PARALLEL, MODE, SERVERS, TENSOR_PARALLEL, uses_vllm
+from coordexp.config.rollout import is_loopback_host
+from coordexp.config.rules import DATA_PARALLEL, SERVERS, TENSOR_PARALLEL, uses_vllm
 from coordexp.errors import ConfigError, Finding
 
 LISTENS_AT = ("127.0.0.1", "localhost", "::1")  # hosts that a server listens at without --host
@@ -51,8 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PlannedServer:
-    """A rollout server of the config. If it is started elsewhere, `part` and `world_size` are None, and the server
-    itself reports its world size."""
+    """A rollout server of the config. If it is started elsewhere, `part` and `world_size` are None."""
 
     index: int
     base_url: str
@@ -72,7 +71,6 @@ class Plan:
     servers: tuple[PlannedServer, ...]
     learner: Part  # the command of all learner processes
     learners: int
-    decode_batch_size: int
 
     @property
     def local_servers(self) -> tuple[PlannedServer, ...]:
@@ -104,8 +102,7 @@ def make_plan(settings: Settings, options: LaunchOptions) -> Plan:
         command = (sys.executable, *words, *(f"--images={folder}" for folder in options.images))
         part = Part(f"server {index}", command, device_variables(own), own) if here else None
         servers.append(PlannedServer(index, server.base_url, server.group_port, size if here else None, part))
-    batch = settings.rollout_matching.decode_batch_size
-    return Plan(tuple(servers), _learner(options), number_of_learners(options), batch)
+    return Plan(tuple(servers), _learner(options), number_of_learners(options))
 
 
 def is_loopback(base_url: str) -> bool:
@@ -161,21 +158,15 @@ def option_problems(options: LaunchOptions) -> Iterator[Finding]:
 
 
 def _config_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:
-    servers = settings.rollout_matching.vllm.server.servers
     train = f"run coordexp train --config {options.config}"
     if not settings.uses_rollouts and settings.backend != "vllm":
         problem = f"{settings.custom.trainer_variant} makes no rollouts, so there are no servers to start"
         yield Finding("error", "custom.trainer_variant", problem, train)
     elif not uses_vllm(settings, "server"):
         fix = f"set {settings.backend_setting}: vllm and rollout_matching.vllm.mode: server, or {train}"
-        yield Finding("error", MODE, "this run has no rollout servers to start", fix)
+        yield Finding("error", "rollout_matching.vllm.mode", "this run has no rollout servers to start", fix)
     elif options.start_servers:
         yield from _server_problems(settings, options)
-        if all(is_loopback(server.base_url) for server in servers):
-            sizes = (settings.rollout_matching.vllm.devices_per_server,) * len(servers)
-            batch = settings.rollout_matching.decode_batch_size
-            if shortage := capacity_shortage(batch, sizes, number_of_learners(options)):
-                yield Finding("error", "rollout_matching.decode_batch_size", *shortage)
 
 
 def _server_problems(settings: Settings, options: LaunchOptions) -> Iterator[Finding]:

@@ -14,13 +14,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from coordexp.config import ConfigError, requests_per_rank
+import httpx
+
 from coordexp.errors import EngineError
-from coordexp.launch.parts import BY_SIGNAL, Log, RunningPart, health_client, is_ready, read_world_size
+from coordexp.launch.parts import BY_SIGNAL, Log, RunningPart, is_ready
 from coordexp.launch.plan import Part, Plan, PlannedServer
 from coordexp.tasks import REMIND_EVERY_S
 
 POLL_S = 0.25
+ANSWER_S = 2.0  # the time a rollout server has to answer
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class Launch:
             return self._watch()
         except Interrupted as interruption:
             return self._end_after_signal(interruption.number)
-        except (EngineError, ConfigError) as error:
+        except EngineError as error:
             self._log.say(str(error), logging.ERROR)
-            return 2 if isinstance(error, ConfigError) else 1
+            return 1
 
     # Before the learner starts
 
@@ -81,7 +83,7 @@ class Launch:
         since = reminded = time.monotonic()
         waiting = list(self._plan.servers)
         self._log.say(f"waiting for {_names(waiting)}")
-        with health_client(self._token) as client:
+        with httpx.Client(timeout=ANSWER_S, trust_env=False) as client:  # the servers are on our own network
             while waiting:
                 for server in list(waiting):
                     self._fail_if_one_ended(POLL_S / len(waiting))
@@ -98,7 +100,6 @@ class Launch:
                 if waiting and now - reminded > REMIND_EVERY_S:
                     reminded = now
                     self._log.say(f"waiting for {_names(waiting)} ({now - since:.0f} s)")
-            self._compare_sizes([read_world_size(client, server.base_url) for server in self._plan.servers])
 
     def _fail_if_one_ended(self, seconds: float) -> None:
         """Wait so long, and raise if a server ends meanwhile."""
@@ -106,16 +107,6 @@ class Launch:
             self._repeat_last_lines(part)
             ending = f"{part.name} ended with exit code {part.code}"
             raise EngineError(f"{ending} before it was ready: nothing was trained")
-
-    def _compare_sizes(self, sizes: list[int]) -> None:
-        for server, size in zip(self._plan.servers, sizes, strict=True):
-            if server.world_size is not None and size != server.world_size:
-                raise EngineError(
-                    f"{server.name} at {server.base_url} has world size {size}, and the plan {server.world_size}",
-                    "another server answers there, or it has another config: end it, and launch again",
-                )
-        requests_per_rank(self._plan.decode_batch_size, tuple(sizes), self._plan.learners)  # raises if too few
-        self._log.say(f"world sizes of the servers: {', '.join(map(str, sizes))}")
 
     # While the learner runs
 

@@ -67,7 +67,6 @@ EVALUATED = {
     "skipped": ("skipped", "of true objects: missed, before the last object of the answer"),
     "stopped": ("stopped", "of true objects: missed, behind the last object of the answer"),
     "over_count": ("over-counts", "of answers"),
-    "oversized": ("oversized", "of valid objects"),
     "unknown_class": ("unknown class", "of valid objects"),
     "unreadable": ("unreadable", "of answers"),
     "boxes_on_empty": ("boxes on empty images", "of images without an object"),

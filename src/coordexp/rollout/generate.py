@@ -16,8 +16,7 @@ from coordexp.rollout.guard import cut_at_end, guard_arguments, key_pattern_for
 from coordexp.rollout.hugging_face import engine_bias
 from coordexp.rollout.prompt import PromptBuilder, load_image
 from coordexp.rollout.start import (
-    TRAINING_FIXES,
-    EngineFixes,
+    TRAINING_FIX,
     EngineSetup,
     keep_random_numbers,
     start_engine,
@@ -26,13 +25,9 @@ from coordexp.rollout.start import (
 
 CPU_CACHE = 2**30  # bytes of an engine's KV cache on a CPU; VLLM_CPU_KVCACHE_SPACE overrides it
 OR_HF = "or use --backend hf, which needs no engine"
-COMMAND_FIXES = EngineFixes(
-    length=f"lower --max-new-tokens (max_length of a Detector), or remove the largest images, {OR_HF}",
-    cache=f"lower --max-new-tokens or --batch (max_length or batch of a Detector), {OR_HF}",
-    memory=f"free memory on this device, {OR_HF}",
-    parallel=f"use a GPU that this model fits, {OR_HF}",
-    unknown=f"what vLLM has printed may say more; if it is memory, lower --max-new-tokens or --batch; {OR_HF}",
-    failed=f"if it is memory, lower --batch, {OR_HF}",
+COMMAND_FIX = (
+    "lower --max-new-tokens or --batch (max_length or batch of a Detector), or free memory on this device, "
+    f"{OR_HF}"
 )
 
 
@@ -69,12 +64,12 @@ class VllmBackend:
             table,
             torch.device("cuda" if on_cuda else "cpu"),
             kv_cache_bytes=None if on_cuda else CPU_CACHE,
-            fixes=COMMAND_FIXES,
+            fix=COMMAND_FIX,
         )
         self.engine: Any = start_engine(setup)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
-        return generate_rollouts(self.engine, self.prompts, self.table, requests, fixes=COMMAND_FIXES)
+        return generate_rollouts(self.engine, self.prompts, self.table, requests, fix=COMMAND_FIX)
 
     def close(self) -> None:
         if self.engine is not None:
@@ -88,7 +83,7 @@ def generate_rollouts(
     table: VocabularyTable,
     requests: Sequence[Request],
     lora_request: Any = None,
-    fixes: EngineFixes = TRAINING_FIXES,
+    fix: str = TRAINING_FIX,
 ) -> list[Rollout]:
     """Return one rollout per request, in their order. All requests must decode in the same way.
 
@@ -109,7 +104,7 @@ def generate_rollouts(
     guard = guard_arguments(decode.guard, pattern, table.end_of_turn)
     bias = engine_bias(decode, table)
     sampling = [_sampling_params(decode, guard, bias, table.end_of_turn, request.seed) for request in requests]
-    with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fixes.failed, to=EngineError):
+    with keep_random_numbers(), explain(RuntimeError, "vLLM failed", fix, to=EngineError):
         try:
             outputs = engine.generate(inputs, sampling, use_tqdm=False, lora_request=lora_request)
         except BaseException:  # for example Ctrl-C in a notebook: the next call would get these answers too

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExampleCounter:
-    """Counts the tokens of the examples that training makes of records and their own requests. Without `prompts`
-    only answers are counted."""
+    """Counts the tokens of the examples that training makes of records and their own requests."""
 
     answers: AnswerFormat
-    prompts: "PromptBuilder | None" = None
-    questions: Questions | None = None
+    prompts: "PromptBuilder"
+    questions: Questions
 
     def __call__(self, record: AnyRecord) -> ExampleTokens:
         """Return the tokens of the prompt, with those of the image, and of the answer. Raise ValueError if the
@@ -31,9 +30,7 @@ class ExampleCounter:
             )
         return ExampleTokens(self._count_prompt(record), self.answers.count(record.true_objects()))
 
-    def _count_prompt(self, record: AnyRecord) -> int | None:
-        if self.prompts is None or self.questions is None:
-            return None
+    def _count_prompt(self, record: AnyRecord) -> int:
         question = record.question if isinstance(record, ChatRecord) else self.questions.ask(record)
         if record.image is None:
             return self.prompts.count(None, question=question)

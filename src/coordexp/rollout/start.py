@@ -32,44 +32,11 @@ from coordexp.rollout.guard import ENGINE_GUARD
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank that vLLM accepts
 IN_MEMORY = "/given-in-memory"  # stands for the folder of an adapter, which vLLM never reads
-
-
-@dataclass(frozen=True)
-class EngineFixes:
-    """Advice for the user if an engine does not start, for each kind of problem, or if it fails later."""
-
-    length: str
-    cache: str
-    memory: str
-    parallel: str
-    unknown: str
-    failed: str
-
-    def choose(self, problem: str) -> str:
-        """Return the fix for a failed start, chosen by the words of vLLM's message."""
-        if "derived max_model_len" in problem:
-            return self.length
-        if "cache" in problem.lower():  # too little of the engine's share is left after the model
-            return self.cache
-        if "memory" in problem.lower():
-            return self.memory
-        if "divisible" in problem or "parallel" in problem:
-            return self.parallel
-        return self.unknown
-
-
-TRAINING_FIXES = EngineFixes(
-    length=f"lower rollout_matching.vllm.max_model_len, or global_max_length, {OR_USE_HF}",
-    cache="raise rollout_matching.vllm.gpu_memory_utilization, or lower max_model_len or decode_batch_size, "
-    f"{OR_USE_HF}",
-    memory="lower rollout_matching.vllm.gpu_memory_utilization, move the learner out of memory while the engine "
-    "generates (rollout_matching.offload), free the engine's memory while the learner trains "
-    f"(rollout_matching.vllm.sleep: true), or limit the size of images (model.max_pixels), {OR_USE_HF}",
-    parallel=f"set rollout_matching.vllm.tensor_parallel_size to a divisor of it, {OR_USE_HF}",
-    unknown="what vLLM has printed may say more; if it is memory, lower "
-    f"rollout_matching.vllm.gpu_memory_utilization or max_model_len; {OR_USE_HF}",
-    failed="if it is memory, lower rollout_matching.vllm.gpu_memory_utilization or decode_batch_size, or limit "
-    f"the size of images (model.max_pixels), {OR_USE_HF}; --resume continues from the last checkpoint",
+# What a user can do if an engine does not start, or fails. vLLM's own message says what is too large or too small.
+TRAINING_FIX = (
+    "change gpu_memory_utilization, max_model_len or tensor_parallel_size of rollout_matching.vllm, "
+    "rollout_matching.decode_batch_size or model.max_pixels, or free the learner's memory while the engine "
+    f"generates (rollout_matching.offload) and the engine's while the learner trains (vllm.sleep), {OR_USE_HF}"
 )
 
 
@@ -89,7 +56,7 @@ class EngineSetup:
     device: torch.device
     precision: str = ""
     kv_cache_bytes: int | None = None
-    fixes: EngineFixes = TRAINING_FIXES
+    fix: str = TRAINING_FIX
     image_size: Mapping[str, int] = field(default_factory=dict)
     has_image_limits: bool = False
 
@@ -132,7 +99,7 @@ def start_engine(setup: EngineSetup, adapters: bool = False) -> Any:
                 "set it to false",
             )
         extra["enable_sleep_mode"] = True
-    with undisturbed(), explain_start(setup.fixes):
+    with undisturbed(), explain_start(setup.fix):
         from vllm import LLM, envs
         from vllm.distributed.parallel_state import destroy_model_parallel
 
@@ -225,8 +192,8 @@ def _restore_environment(before: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def explain_start(fixes: EngineFixes, log: Path | None = None) -> Iterator[None]:
-    """Raise what vLLM raises as EngineError, with its cause and a fix. The processes of an engine write their
+def explain_start(fix: str, log: Path | None = None) -> Iterator[None]:
+    """Raise what vLLM raises as EngineError, with its cause and the fix. The processes of an engine write their
     errors to `log`."""
     try:
         yield
@@ -235,7 +202,7 @@ def explain_start(fixes: EngineFixes, log: Path | None = None) -> Iterator[None]
     except (RuntimeError, ValueError, OSError) as error:
         cause = first_error(log.read_text(encoding="utf-8")) if log else None
         problem = cause or first_sentence(str(error))
-        raise EngineError(f"vLLM did not start: {problem}", fixes.choose(problem)) from error
+        raise EngineError(f"vLLM did not start: {problem}", fix) from error
 
 
 def lora_arguments(vllm: VLLM) -> dict[str, Any]:

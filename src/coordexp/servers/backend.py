@@ -154,7 +154,7 @@ class ServerBackend(RolloutBackend):
         self.asker.run = gather_texts(uuid4().hex[:8])[0]
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
         sizes = self._take_facts(self._on_senders(self.sender.connect_all, ServerFacts))
-        if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sizes, self.ranks):
+        if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sum(sizes), self.ranks):
             problem, fix = shortage
             raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
         return Pool.of(sizes)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from coordexp.config.rollout import capacity_shortage, requests_per_rank
 from coordexp.errors import UserError
 
 Chunk = tuple[int, tuple[int, ...]]  # a server, and the indices of its requests
@@ -57,10 +56,8 @@ class Pool:
     def capacity(self, decode_batch_size: int, learners: int) -> int:
         """Return how many requests one learner rank may have out at once: with all ranks, no more than the usable
         devices decode at once. While servers are out, at least one."""
-        sizes = tuple(self.world_sizes[k] for k in self.usable)
-        if capacity_shortage(decode_batch_size, sizes, learners):
-            return 1
-        return requests_per_rank(decode_batch_size, sizes, learners)
+        devices = sum(self.world_sizes[k] for k in self.usable)
+        return max(1, decode_batch_size * devices // learners)
 
     def split(self, count: int, rank: int = 0, learners: int = 1) -> dict[int, int]:
         """Return how many of `count` requests each of the usable servers gets, which are contiguous chunks in this

@@ -31,7 +31,7 @@ def starting(setup: EngineSetup, side: str) -> Iterator[dict[str, Any]]:
     log = folder / "errors"
     log.touch()
     resource_tracker.ensure_running()  # starting it later would unblock the signals
-    with _blocked_signals(), tied_to_owner(), explain_start(setup.fixes, log):
+    with _blocked_signals(), tied_to_owner(), explain_start(setup.fix, log):
         own = {"worker_extension_cls": side, "logging_config": _log_errors_to(log)}
         yield engine_arguments(setup) | own
 

@@ -6,7 +6,6 @@ manifest is written last, when everything else is on the disk. This module impor
 verify` starts quickly.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.errors import DataError, UserError
-from coordexp.files import FULL, free_space, sync, sync_folder, write_json
+from coordexp.files import free_space, sync, sync_folder, write_json
 from coordexp.tasks import remind
 
 MANIFEST = "manifest.json"
@@ -177,9 +176,7 @@ def saving(checkpoint: Path) -> Iterator[None]:
             None,
         )
         then = f"--resume then continues from {older.name}" if older else "there is no earlier checkpoint"
-        fix = f"free space on that disk ({free_space(checkpoint.parent)}), or make it writable"
-        if not _is_refusal(error):
-            fix = "look for another program that changes this folder, and at the log of its file system"
+        fix = f"free space on that disk ({free_space(checkpoint.parent)}), make it writable, or look at its log"
         raise SaveError(f"{checkpoint} cannot be saved: {reason}", f"{fix}; {then}") from error
 
 
@@ -258,13 +255,6 @@ def _disk_problem(error: Exception, checkpoint: Path) -> str | None:
     if isinstance(error, RuntimeError) and "torch.serialization" in frames:  # its errors have no errno
         return f"torch could not write a file to its end ({text})"
     return None
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return False if an error has a number, and not one of a disk that is full or may not be written."""
-    number = re.search(r"\(os error (\d+)\)", str(error))  # of Rust code, which has no errno
-    code = int(number[1]) if number else getattr(error, "errno", None)
-    return code is None or code in (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def _worth(checkpoint: Path) -> tuple[bool, int]:

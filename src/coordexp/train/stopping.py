@@ -1,6 +1,6 @@
 """What stops a run before its last step: SIGTERM, Ctrl-C, and a value that is NaN or infinite.
 
-What the run is doing when a signal comes decides what it finishes first. A thread receives the signals, because
+A run finishes its step or its save first, and abandons an evaluation. A thread receives the signals, because
 Python runs a signal handler only when the main thread returns to the interpreter, and it may be in a collective
 that waits for another rank. All ranks stop after the same step, whichever of them got the signal.
 
@@ -12,11 +12,11 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from coordexp.ranks import gather_texts, max_over_ranks
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0  # seconds within which further signals count as the same one: a scheduler and torchrun may both send it
 START_GRACE = 15.0  # seconds for ranks to stop together before their first step; then they exit regardless
-Phase = Literal["start", "step", "evaluation", "save", "end"]
 
 
 class Stopped(Exception):
@@ -42,20 +41,13 @@ def exit_code(number: int) -> int:
     return 128 + number if number == signal.SIGINT else 0
 
 
-def stop_line(number: int, phase: Phase, step: int) -> str:
-    """Return the line that is printed when a signal arrives. `step` is the last one that is done."""
-    name = signal.Signals(number).name
-    if phase == "start" or (phase == "evaluation" and step == 0):
-        return f"stopping ({name}): no step was trained since the start, so there is nothing to save"
-    if phase == "end":
-        return f"stopping ({name}): all steps are done; the run is ending"
-    first = {
-        "step": f"step {step + 1} is finished and saved first",
-        "evaluation": f"the evaluation is abandoned after its current batch, then step {step} is saved",
-        "save": f"the checkpoint of step {step} is finished first",
-    }[phase]
+def stop_line(number: int) -> str:
+    """Return the line that is printed when a signal arrives."""
     again = "press Ctrl-C again" if number == signal.SIGINT else "send the signal again"
-    return f"stopping ({name}): {first}; {again} to end at once, without saving"
+    return (
+        f"stopping ({signal.Signals(number).name}): the run saves what it has trained, if that is not saved yet; "
+        f"{again} to end at once, without saving"
+    )
 
 
 class StopOnSignal(TrainerCallback):
@@ -65,8 +57,7 @@ class StopOnSignal(TrainerCallback):
     def __init__(self) -> None:
         self.stopped_by: int | None = None
         self._received = 0  # the first signal
-        self._phase: Phase = "start"
-        self._state: Any = None
+        self._is_starting = True
         self._lock = Lock()
         self._closed = Event()
         self._before: dict[int, Any] = {}
@@ -95,19 +86,10 @@ class StopOnSignal(TrainerCallback):
             self.stopped_by = max_over_ranks(self._received) or None
         return self.stopped_by is not None
 
-    @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
-        """Mark that the run is in this phase until the end of the block."""
-        with ExitStack() as end:
-            end.callback(setattr, self, "_phase", self._phase)
-            self._phase = phase
-            yield
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the start phase, unless a signal has interrupted it. This callback has to be the last one."""
-        self._state = state
         with self._lock:
-            self._phase = "start" if self._received else "step"
+            self._is_starting = bool(self._received)
         if self.agree_to_stop():
             raise Stopped
 
@@ -116,9 +98,6 @@ class StopOnSignal(TrainerCallback):
             control.should_save = True
             control.should_evaluate = False
             control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._phase = "end"
 
     def _receive(self, reading: int) -> None:
         """Handle signals from the pipe until it is closed."""
@@ -132,9 +111,9 @@ class StopOnSignal(TrainerCallback):
                 os._exit(128 + number)
             first = time.monotonic()
             with self._lock:
-                self._received, phase = number, self._phase
-            _write(stop_line(number, phase, self._state.global_step if self._state else 0))
-            if phase == "start":
+                self._received, is_starting = number, self._is_starting
+            _write(stop_line(number))
+            if is_starting:
                 Thread(target=self._interrupt_start, args=(number,), daemon=True).start()
         os.close(reading)
 

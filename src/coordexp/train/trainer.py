@@ -137,8 +137,7 @@ class RowTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         assert self.evaluations, "evaluation was asked for without data"
         self.step.rollouts.wait()  # evaluation sends other weights, so no request may be open
-        with self.stop.during("evaluation"):
-            results = [evaluation(self.state.global_step) for evaluation in self.evaluations]
+        results = [evaluation(self.state.global_step) for evaluation in self.evaluations]
         metrics = {f"{metric_key_prefix}_{name}": value for part in results for name, value in part.items()}
         self.log(metrics)
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -181,19 +180,18 @@ class RowTrainer(Trainer):
             return
         check_weights(self.model, step)
         checkpoint = self._checkpoint(step)
-        with self.stop.during("save"):
-            with saving(checkpoint):
-                together(partial(clear, checkpoint) if first else ignore)  # it may be there, damaged or unfinished
-                if self.is_fsdp_enabled:  # saving has collectives of its own
-                    self._write_model(checkpoint, model, trial)
-                else:
-                    together(partial(self._write_model, checkpoint, model, trial))
-                together(partial(self.step.rollouts.save, checkpoint))
-                together(partial(sync_checkpoint, checkpoint) if self.args.local_process_index == 0 else ignore)
-                together(partial(write_manifest, checkpoint, say) if first else ignore)
-            self.saved, self.rotation_is_due = step, True
-            if step >= self.state.max_steps:
-                self._rotate()
+        with saving(checkpoint):
+            together(partial(clear, checkpoint) if first else ignore)  # it may be there, damaged or unfinished
+            if self.is_fsdp_enabled:  # saving has collectives of its own
+                self._write_model(checkpoint, model, trial)
+            else:
+                together(partial(self._write_model, checkpoint, model, trial))
+            together(partial(self.step.rollouts.save, checkpoint))
+            together(partial(sync_checkpoint, checkpoint) if self.args.local_process_index == 0 else ignore)
+            together(partial(write_manifest, checkpoint, say) if first else ignore)
+        self.saved, self.rotation_is_due = step, True
+        if step >= self.state.max_steps:
+            self._rotate()
 
     def _write_model(self, checkpoint: Path, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)

@@ -133,14 +133,6 @@ def test_check_reads_the_world_size_that_torchrun_sets():
     assert origin == "derived: common divisor of 4 and the learner world size 8"
 
 
-def test_check_takes_the_world_sizes_of_the_servers():
-    arguments = ["check", "--config", "configs/stage2-server-3v1.yaml", "--world-size", "128"]
-    assert run(*arguments, "--server-world-sizes", "1,1,1").exit_code == 2
-    assert run(*arguments, "--server-world-sizes", "2,1,1").exit_code == 0
-    assert run(*arguments, "--server-world-sizes", "2,1").exit_code == 2
-    assert "not a list of numbers" in run(*arguments, "--server-world-sizes", "two").output
-
-
 def test_check_takes_little_time_of_the_processor():
     """It takes half a second; a busy machine needs up to three times as long for the same work."""
     command = [sys.executable, "-m", "coordexp", "check", "--config", "configs/stage2-server-3v1.yaml"]

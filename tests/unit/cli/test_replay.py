@@ -134,14 +134,12 @@ def test_a_dump_of_another_format_says_which_this_version_reads(tmp_path):
     assert "a dump of format 7; this version reads 1" in refusal(run(file))
 
 
-def test_without_a_tokenizer_it_says_where_one_can_be_given(tmp_path):
+def test_without_a_tokenizer_it_says_which_to_copy(tmp_path):
     file = dump_of(tmp_path)
     (tmp_path / "dumps/tokenizer.json").unlink()
     shown = refusal(run(file))
     assert f"{tmp_path / 'dumps/tokenizer.json'}: no such file" in shown
-    assert "--tokenizer" in shown
-    assert run(file, "--tokenizer", tmp_path / "model").exit_code == 0
-    assert "no such file" in refusal(run(file, "--tokenizer", tmp_path))
+    assert "copy the tokenizer.json" in shown
 
 
 def test_a_folder_without_dumps_says_how_to_get_them(tmp_path):

@@ -156,7 +156,7 @@ def test_auto_is_adapter_with_lora_and_full_without(enable_lora: bool, resolved:
     assert rollout(tree).vllm.sync.mode == resolved
 
 
-@pytest.mark.scenario("R07.C1", "R10.C3", on="pure")
+@pytest.mark.scenario("R07.C1", "R10.C3", "R10.S4", "R10.S5", on="pure")
 @pytest.mark.parametrize("name", sorted(RolloutMatching.model_fields))
 def test_every_rollout_setting_under_custom_extra_is_refused_with_its_own_name_at_the_new_place(name: str) -> None:
     value = RolloutMatching().model_dump(mode="json")[name]

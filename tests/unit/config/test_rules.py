@@ -92,23 +92,7 @@ def test_the_valid_configs_load_without_notes():
         (rollout(decoding={"top_k": 0}), "rollout_matching.decoding.top_k", "-1 or an integer >= 1"),
         (rollout(vllm={"sync": {"mode": "adapter"}}), "rollout_matching.vllm.sync.mode", "enable_lora: true"),
         (rollout(max_new_tokens=16000), "rollout_matching.max_new_tokens", "less than 16000"),
-        (
-            stage2(training__packing=True, training__packing_drop_last=False, training__max_steps=10),
-            "training.packing_drop_last",
-            "packing_drop_last: true",
-        ),
-        (
-            stage2(training__packing=True, training__packing_buffer=7, training__max_steps=10),
-            "training.packing_buffer",
-            "use at least 8",
-        ),
         (stage2(training__packing=True), "training.max_steps", "max_steps: 2000"),
-        (
-            stage2(training__accelerator_config={"split_batches": True}),
-            "training.accelerator_config",
-            "leave it out",
-        ),
-        (stage2(training__debug="tpu_metrics_debug"), "training.debug", "underflow_overflow"),
         (stage2(training__eval_on_start=True), "training.eval_on_start", "eval_strategy: steps"),
         (stage2(training__save_strategy="best"), "training.save_strategy", "eval_strategy: steps"),
         (

@@ -88,21 +88,21 @@ def apply_changes(tree: Tree, **changes: Any) -> Tree:
     return tree
 
 
-def load(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> Loaded:
-    return parse_settings(tree, World(learners, servers))
+def load(tree: Tree, learners: int = 1) -> Loaded:
+    return parse_settings(tree, World(learners))
 
 
-def problems(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> dict[str, str]:
+def problems(tree: Tree, learners: int = 1) -> dict[str, str]:
     """Return the problem and the fix of every finding, by its path."""
     with pytest.raises(ConfigError) as caught:
-        load(tree, learners, servers)
+        load(tree, learners)
     messages = {finding.subject: f"{finding.problem}\n{finding.fix}" for finding in caught.value.findings}
     assert len(messages) == len(caught.value.findings), "two messages for one path"
     return messages
 
 
-def only_problem(tree: Tree, learners: int = 1, servers: tuple[int, ...] | None = None) -> tuple[str, str]:
+def only_problem(tree: Tree, learners: int = 1) -> tuple[str, str]:
     """Return the path and the message of the only finding."""
-    messages = problems(tree, learners, servers)
+    messages = problems(tree, learners)
     assert len(messages) == 1, messages
     return next(iter(messages.items()))

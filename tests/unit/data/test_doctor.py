@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,16 +13,25 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from coordexp.answers.formats import CoordTokenAnswers, NativeAnswers
+from coordexp.answers.segment import count_answer_tokens
 from coordexp.cli import app
-from coordexp.data import DataError, Record, RecordObject
+from coordexp.data import ChatRecord, DataError, Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
+from coordexp.data.doctor.examine import ExampleTokens
 from coordexp.data.images import read_image_facts
-from coordexp.rollout.lengths import ExampleCounter
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 from tests.unit.data.sources import write_image
 from tests.vocabularies import table
 
-count_tokens = ExampleCounter(CoordTokenAnswers(table("small")))
+ANSWERS = CoordTokenAnswers(table("small"))
+PROMPT = 10  # tokens
+
+
+def count_tokens(record, answers=ANSWERS):
+    """Return the tokens of an example. All prompts have the same number of them."""
+    if isinstance(record, ChatRecord):
+        return ExampleTokens(PROMPT, count_answer_tokens(record.answer, answers.table))
+    return ExampleTokens(PROMPT, answers.count(record.true_objects()))
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +263,7 @@ def test_answers_over_the_length_are_reported_with_their_tokens(planted):
 
 
 def test_a_polygon_is_reported_where_answers_can_have_none(planted):
-    report = examine(planted.write(), count_tokens=ExampleCounter(NativeAnswers(table("small"))))
+    report = examine(planted.write(), count_tokens=partial(count_tokens, answers=NativeAnswers(table("small"))))
     assert [(finding.subject, finding.severity, finding.count) for finding in report.findings] == [
         ("not-writable", "error", 40)
     ]
@@ -298,10 +308,9 @@ def test_the_command_exits_1_on_errors_only_and_names_the_lines(planted):
     assert result.stdout.index("error inverted") < result.stdout.index("warning desc-thin")
 
 
-def test_the_report_as_json_has_findings_classes_sizes_and_tokens(planted, tmp_path):
-    table("small").tokenizer.save(str(tmp_path / "tokenizer.json"))
+def test_the_report_as_json_has_findings_classes_and_sizes(planted):
     replace_first_box(planted, [40, 10, 20, 30], 3)
-    result = run(planted.write(), "--json", "--model", tmp_path, "--max-length", 4000)
+    result = run(planted.write(), "--json")
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
     (place,) = answer["findings"][0]["places"]
@@ -309,7 +318,6 @@ def test_the_report_as_json_has_findings_classes_sizes_and_tokens(planted, tmp_p
     details = answer["details"]
     assert details["classes"]["leaf"] == 40
     assert sum(step["objects"] for step in details["sides_in_bins"]["histogram"]) == 160
-    assert details["tokens"]["records"] == 39
 
 
 def test_what_could_steer_a_terminal_is_not_printed(planted):

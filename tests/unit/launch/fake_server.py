@@ -17,13 +17,9 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 
 class FakeServer(BaseHTTPRequestHandler):
-    size = 1
-
     def do_GET(self):
-        allowed = self.path == "/health/" or self.headers["Authorization"] == "Bearer secret-token"
-        self.send_response(200 if allowed else 401)
+        self.send_response(200 if self.path == "/health/" else 404)
         self.end_headers()
-        self.wfile.write(b'{"world_size": %d}' % self.size)
 
     def log_message(self, *_):
         pass
@@ -38,7 +34,6 @@ def die_when(file):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("port", type=int)
-    parser.add_argument("--size", type=int, default=1)
     parser.add_argument("--die-when", type=Path)
     parser.add_argument("--at-start", type=int)
     parser.add_argument("--engine", action="store_true")
@@ -53,7 +48,6 @@ def main():
         sys.exit(options.at_start)
     if options.stubborn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    FakeServer.size = options.size
     server = HTTPServer(("127.0.0.1", options.port), FakeServer)
     if options.die_when is not None:
         threading.Thread(target=die_when, args=(options.die_when,), daemon=True).start()

@@ -16,7 +16,7 @@ if __name__ == "__main__":
             index,
             f"http://127.0.0.1:{server['port']}",
             1,
-            server.get("planned", 1),
+            1 if server["command"] else None,
             Part(f"server {index}", tuple(server["command"])) if server["command"] else None,
         )
         for index, server in enumerate(request["servers"])
@@ -26,4 +26,4 @@ if __name__ == "__main__":
         **{name: tuple(v) if isinstance(v, list) else v for name, v in request["patience"].items()}
     )
     log = Log(sys.stdout, (*(server.name for server in servers), learner.name))
-    sys.exit(Launch(Plan(servers, learner, 1, decode_batch_size=1), log, "secret-token", patience).run())
+    sys.exit(Launch(Plan(servers, learner, 1), log, "secret-token", patience).run())

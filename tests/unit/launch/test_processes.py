@@ -131,9 +131,9 @@ def test_when_the_learner_is_done_the_launch_ends_with_0_and_no_process_is_left(
         lines = run.text.splitlines()
         assert "server 0 | starting the engine" in lines
         assert "server 1 | starting the engine" in lines
-        assert "launch   | world sizes of the servers: 1, 1" in lines
         assert "learner  | True False False" in lines
-        assert lines.index("learner  | step 1") > lines.index("launch   | world sizes of the servers: 1, 1")
+        answers = [k for k, line in enumerate(lines) if re.match(r"launch   \| server [01] answers at", line)]
+        assert len(answers) == 2 and lines.index("learner  | step 1") > max(answers)
         assert "secret-token" not in run.text
         assert "\x1b" not in run.text
 
@@ -246,20 +246,12 @@ def test_a_learner_continues_with_the_remaining_servers(tmp_path):
         assert "learner  | saved" in run.text
 
 
-def test_a_server_of_another_world_size_than_planned_stops_the_launch():
-    with launch(DONE, [fake("--size", "2")]) as run:
-        assert run.wait() == 1
-        assert "has world size 2, and the plan 1" in run.text
-        assert "step 1" not in run.text
-
-
 def test_a_server_that_was_started_elsewhere_is_used_and_not_ended():
     port = free_port()
-    elsewhere = subprocess.Popen([*FAKE, str(port), "--size", "4"])
+    elsewhere = subprocess.Popen([*FAKE, str(port)])
     try:
-        with launch(DONE, [{"port": port, "command": None, "planned": None}]) as run:
+        with launch(DONE, [{"port": port, "command": None}]) as run:
             assert run.wait() == 0, run.text
-            assert "world sizes of the servers: 4" in run.text
             assert elsewhere.poll() is None
     finally:
         elsewhere.kill()

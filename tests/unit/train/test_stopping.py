@@ -36,7 +36,7 @@ def test_a_signal_is_heard_told_and_agreed_on_at_the_end_of_the_step(stop, capfd
     until = time.monotonic() + 5
     while not (shown := capfd.readouterr().err) and time.monotonic() < until:
         time.sleep(0.01)
-    assert "SIGTERM" in shown and "step 8" in shown
+    assert "stopping (SIGTERM)" in shown
     assert stop.stopped_by is None
     stop.on_step_end(None, state, control)
     assert control == SimpleNamespace(should_save=True, should_evaluate=False, should_training_stop=True)

@@ -75,9 +75,9 @@ _ERRORS = {
         "remove the token; these are plain text, and may have coordinate tokens",
     ),
     "too-long": (
-        "answer or example with more tokens than are allowed",
-        "raise --max-length, or global_max_length of the config; or lower model.max_pixels, give polygons fewer "
-        "vertices, or cut the image into tiles",
+        "example with more tokens than are allowed",
+        "raise global_max_length of the config, or lower model.max_pixels, give polygons fewer vertices, or cut "
+        "the image into tiles",
     ),
     "not-writable": (
         "object that the format of answers cannot express",

@@ -45,10 +45,10 @@ SMALL = 20  # bins; below this median side, the masks of matching are too coarse
 
 
 class ExampleTokens(NamedTuple):
-    """The tokens of an example: those of its prompt, with those of its image, or None if only answers are counted,
-    and those of its answer, with the end of the turn."""
+    """The tokens of an example: those of its prompt, with those of its image, and those of its answer, with the
+    end of the turn."""
 
-    prompt: int | None
+    prompt: int
     answer: int
 
 
@@ -384,12 +384,11 @@ def _add_length(
         return
     objects = None if isinstance(record, ChatRecord) else len(record.asked_objects)
     facts.answers[answer, objects] += 1
-    length = answer + (prompt or 0)
-    if prompt is not None:
-        facts.examples[length, objects] += 1
+    length = prompt + answer
+    facts.examples[length, objects] += 1
     if max_length is not None and length > max_length:
-        parts = "" if prompt is None else f", {answer:,} of them the answer"
-        facts.add(line, Problem("too-long", f"{length:,} tokens{parts}; at most {max_length:,} are allowed"))
+        detail = f"{length:,} tokens, {answer:,} of them the answer; at most {max_length:,} are allowed"
+        facts.add(line, Problem("too-long", detail))
 
 
 def cut_parts(path: Path, shard: Shard = WHOLE, part: int = PART) -> list[Part]:
