@@ -1,4 +1,4 @@
-"""Draw the figures of docs/concepts. What they show is computed by the project's own functions.
+"""Draw the figures of docs/concepts.md and docs/operations.md, from what the project's own functions compute.
 
 python tools/concept_figures.py
 """

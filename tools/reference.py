@@ -427,7 +427,7 @@ def render_protocol() -> Iterator[str]:
         if rows:
             yield from render_table(("field", "type", "default", "meaning"), rows)
     yield '## Errors\n\nAn error is `{"error": {"code": ..., "message": ..., "fix": ...}}` with its HTTP status.'
-    yield "[Rollout servers](../operations.md#what-errors-mean) says what to do.\n"
+    yield "[This page](../troubleshooting.md#codes-of-a-server) says what to do.\n"
     yield from render_table(("code", "status"), sorted(set(_refusals())))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests import zygote
 
-MOST_LINES = 150
+MOST_LINES = 120
 
 
 def blocks(page: str, language: str) -> list[str]:
