@@ -341,7 +341,6 @@ def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_pat
     step = given["step"]
     contract = step.rollout_matching_cfg
     assert contract == settings.rollout_matching_cfg
-    assert step.encoder.rollout_matching_cfg is contract
     assert step.encoder.training_set.settings is contract
     assert step.encoder.seed == 23
     buffer = step.stream.buffer
