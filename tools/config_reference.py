@@ -22,13 +22,12 @@ Scalars follow YAML 1.2 (`1e-5` is a number, `no` is text). Unknown keys, keys t
 the wrong type are errors. `coordexp check --config FILE --all` shows every value and where it came from. Paths are
 relative to the folder that a command is run in. An editor completes and checks a config that begins with
 `# yaml-language-server: $schema=FILE`, where FILE was written by `coordexp check --schema > FILE`.
+Behind each key stand its type and its default.
 """
 
 TRANSFORMERS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
-COLUMNS = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-_PIPELINE = (
-    "| `pipeline` | the lists `objective` and `diagnostics`, or null | `null` | See Pipeline modules below. |"
-)
+_PIPELINE = "- `pipeline` (the lists `objective` and `diagnostics`, or null; `null`): See Pipeline modules below."
+_SHORTER = {"an integer": "integer", "a number": "number", "a list of": "list of", "a mapping": "mapping"}
 
 MODULES = """## Pipeline modules
 
@@ -64,9 +63,8 @@ def _sections() -> Iterator[str]:
         if path and section and "description" in section:
             yield section["description"] + "\n"
         if path == ("training",):
-            yield f"Below the table are those that mean what [transformers {TRANSFORMERS_VERSION}]({TRANSFORMERS})"
+            yield f"Below the list are those that mean what [transformers {TRANSFORMERS_VERSION}]({TRANSFORMERS})"
             yield "says; [some are refused](#refused).\n"
-        yield COLUMNS
         yield from rows[path]
         if path == ("training",):
             yield f"\nArguments of transformers, with their defaults: {', '.join(mirrored)}."
@@ -82,8 +80,10 @@ def _own_meanings() -> set[str]:
 
 
 def _row(key: str, node: Node) -> str:
-    cells = [f"`{key}`", schema.describe(node), _default(node), schema.resolve(node).get("description", "")]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    kind = schema.describe(node)
+    for long, short in _SHORTER.items():
+        kind = kind.replace(long, short)
+    return f"- `{key}` ({kind}; {_default(node)}): {schema.resolve(node).get('description', '')}"
 
 
 def _default(node: Node) -> str:
@@ -100,7 +100,7 @@ def _entries() -> Iterator[str]:
         ("custom.curriculum", CurriculumStage),
         ("rollout_matching.vllm.server.servers", ServerEndpoint),
     ):
-        yield f"## Each entry of `{path}`\n\n{COLUMNS}"
+        yield f"## Each entry of `{path}`\n"
         yield from (_row(key, node) for key, node in schema.root()["$defs"][entry.__name__]["properties"].items())
         yield ""
 
@@ -108,13 +108,11 @@ def _entries() -> Iterator[str]:
 def _modules() -> Iterator[str]:
     entry = schema.root()["$defs"]["Pipeline"]["properties"]["objective"]["items"]
     modules = [schema.resolve(option)["properties"] for option in entry["oneOf"]]
-    yield f"### Every entry\n\n{COLUMNS}"
+    yield "### Every entry\n"
     yield from (_row(key, modules[0][key]) for key in ("enabled", "weight", "channels"))
     for module in modules:
         yield f"\n### `{module['name']['const']}`\n\n{module['name']['description']}\n"
         keys = schema.resolve(module["config"])["properties"]
-        if keys:
-            yield COLUMNS.replace("key", "key of `config`")
         yield from (_row(key, node) for key, node in keys.items())
     yield ""
 

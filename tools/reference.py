@@ -122,10 +122,11 @@ def _render_command(command: Any, name: str) -> Iterator[str]:
     options = [item for item in command.params if item.param_type_name == "option"]
     if arguments:
         yield f"`{' '.join([name, *map(_argument_name, arguments), '[OPTIONS]'])}`\n"
-    rows = [(code(_argument_name(item)), _value_of(item), escape(_help(item))) for item in arguments]
-    rows += [(_option_names(item), _value_of(item), escape(_help(item))) for item in options]
-    if rows:
-        yield from render_table(("", "value", "meaning"), rows)
+    names = [code(_argument_name(item)) for item in arguments] + [_option_names(item) for item in options]
+    for name_of_item, item in zip(names, [*arguments, *options], strict=True):
+        yield f"- {' '.join(filter(None, (name_of_item, _value_of(item))))}: {escape(_help(item))}"
+    if names:
+        yield ""
     if commands:
         yield f"Commands: {', '.join(map(code, sorted(commands)))}.\n"
     for inner in sorted(commands):
@@ -414,18 +415,15 @@ def render_protocol() -> Iterator[str]:
         if inherited:
             yield f"Has the fields of `{inherited[0]}` too.\n"
         properties = message.model_json_schema().get("properties", {})
-        rows = [
-            (
-                code(field),
-                describe_schema(properties[field]),
-                _schema_default(message, field),
-                _meaning(name, field),
-            )
-            for field in message.model_fields
-            if field in message.__annotations__
-        ]
-        if rows:
-            yield from render_table(("field", "type", "default", "meaning"), rows)
+        fields_of: dict[str, list[str]] = {}  # those with the same meaning stand on one line
+        for field in message.model_fields:
+            if field in message.__annotations__:
+                kind = f"{describe_schema(properties[field])}, {_schema_default(message, field)}".rstrip(", ")
+                refused = _meaning(name, field) == "refused unless empty"
+                shown = code(field) if refused else f"{code(field)} ({kind})"
+                fields_of.setdefault(_meaning(name, field), []).append(shown)
+        yield from (f"- {', '.join(group)}: {meaning}" for meaning, group in fields_of.items())
+        yield ""
     yield '## Errors\n\nAn error is `{"error": {"code": ..., "message": ..., "fix": ...}}` with its HTTP status.'
     yield "[This page](../troubleshooting.md#codes-of-a-server) says what to do.\n"
     yield from render_table(("code", "status"), sorted(set(_refusals())))

@@ -47,7 +47,7 @@ def test_the_detector_comes_first_and_every_entry_has_text(pages):
 
 
 def test_the_page_of_settings_states_the_defaults_of_the_schema(pages):
-    rows = re.findall(r"^\| `(\w+)` \| .*? \| `([^`]*)` \| ", pages["config.md"], re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)` \(.*?; `([^`]*)`\): ", pages["config.md"], re.MULTILINE)
     rows += re.findall(r"`(\w+)` `([^`]*)`[,.]", pages["config.md"])  # the arguments of transformers
     stated = Counter(rows)
     expected = Counter(
