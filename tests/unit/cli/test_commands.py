@@ -122,7 +122,6 @@ def test_check_warns_of_questions_that_no_loss_trains_on_and_of_files_in_the_wro
     assert result.exit_code == 0, shown
     assert "train.jsonl: it has questions and answers, which no loss of this run trains on" in shown
     assert "name it in custom.eval_data" in shown and "name it in custom.val_jsonl" in shown
-    assert "questions: asked (up to 8 tokens each)" in shown
 
 
 def test_check_reads_the_world_size_that_torchrun_sets():
