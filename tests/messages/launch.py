@@ -12,7 +12,6 @@ from tests.unit.launch.test_preflight import (
     SPOILT,
     gpu_memory_problems,
     load,
-    machine_memory_problems,
     write_config,
 )
 
@@ -77,11 +76,6 @@ def a_config_with(folder, name):
 @provoke(*SMALL_GPUS)
 def gpus_of_so_many_gb_total_and_free(folder, memory):
     return gpu_memory_problems(write_config(folder), *memory)
-
-
-@provoke(0.09)
-def a_machine_of_1_gb_with_so_many_free(folder, free):
-    return machine_memory_problems(write_config(folder), free)
 
 
 @provoke({}, {0: 80, 1: 80})

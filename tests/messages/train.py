@@ -1,6 +1,5 @@
 """Messages about checkpoints, samples, rollouts, and runs that stop."""
 
-import errno
 import json
 import math
 import signal
@@ -11,7 +10,7 @@ import numpy as np
 from coordexp.answers.segment import Segment
 from coordexp.objective.carry import CarryBuffer, Example
 from coordexp.rollout.backend import Rollout, check_version
-from coordexp.train.checkpoints import MANIFEST, choose_checkpoint, saving
+from coordexp.train.checkpoints import MANIFEST, choose_checkpoint
 from coordexp.train.folder import read_starts
 from coordexp.train.mixture import Mixture
 from coordexp.train.sinks import cut_metrics
@@ -50,12 +49,6 @@ def a_new_run_in_a_folder_with_a_checkpoint(folder):
     choose_checkpoint(folder, False, print)
 
 
-@provoke()
-def a_checkpoint_that_cannot_be_saved(folder):
-    with saving(folder / "checkpoint-8"):
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-
-
 @provoke("{broken", "[1]", '{"loss": 1}')
 def a_line_of_metrics(folder, line):
     (folder / "metrics.jsonl").write_text(
@@ -70,9 +63,9 @@ def a_run_json_with(folder, content):
     read_starts(folder / "run.json")
 
 
-@provoke(signal.SIGTERM, signal.SIGINT)
-def a_signal(folder, number):
-    return stop_line(number)
+@provoke("SIGTERM", "SIGINT")
+def a_signal(folder, name):
+    return stop_line(signal.Signals[name])
 
 
 @provoke(

@@ -157,7 +157,6 @@ def prediction_case(folder: Path) -> Case:
     commands = [
         f"evaluate --data {{folder}}/val.jsonl --preds {{folder}}/preds.json {both}",
         f"evaluate --data {{folder}}/val.jsonl --preds {{folder}}/results.json {both}",
-        "evaluate --data {folder}/val.jsonl --preds {folder}/preds.json --answered-only",
         "data suggest --data {folder}/val.jsonl --preds {folder}/preds.json --samples 1 --out {new}/some",
         "data suggest --data {folder}/val.jsonl --preds {folder}/preds.json --out {new}/some --new-classes",
     ]

@@ -16,10 +16,6 @@ app = typer.Typer(help="A tiny model and scenes to train it on, made on the spot
 @app.command("model")
 def model(
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
-    vocabulary: Annotated[
-        Literal["small", "qwen"], typer.Option(help="About 1,300 tokens, or the real Qwen's 152,669.")
-    ] = "small",
-    tied: Annotated[bool, typer.Option(help="Share the embedding with the output head.")] = True,
     family: Annotated[str, typer.Option(help=f"Kind of model: {', '.join(FAMILIES)}.")] = "qwen3_vl",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     spread: Annotated[
@@ -44,16 +40,7 @@ def model(
         from coordexp.demo.model import SCENES, make_model
 
         with explain(OSError, f"{out_folder} cannot be written", "give another --out"):
-            make = partial(
-                make_model,
-                out_folder,
-                vocabulary,
-                family=family,
-                tied=tied,
-                seed=seed,
-                coords=not native,
-                native=native,
-            )
+            make = partial(make_model, out_folder, family=family, seed=seed, coords=not native, native=native)
             if scenes:
                 make(spread=3.0, ordinal=True, size=SCENES)
             else:

@@ -35,9 +35,6 @@ def evaluate(
         Path | None, typer.Option("--page", dir_okay=False, help="Write a page with the worst images here.")
     ] = None,
     images: Annotated[int, typer.Option(min=0, help="Images on the page, at most.")] = 60,
-    answered_only: Annotated[
-        bool, typer.Option("--answered-only", help="Leave out images of the data that have no answer.")
-    ] = False,
 ) -> None:
     """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit."""
     need("hotcoco", "PIL", extra="evaluate")
@@ -46,18 +43,13 @@ def evaluate(
     from coordexp.evaluate.predictions import answers_path
 
     if preds.is_file() and not answers_path(preds).exists():  # of another detector
-        if answered_only:
-            raise UserError(
-                f"{answers_path(preds)} does not exist, and --answered-only needs it",
-                "leave the option out, or keep both files of `coordexp predict` together",
-            )
         with progress(f"reading {preds}"):
             truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
             results = read_results(preds, truth)
         with progress(f"evaluating {len(truth)} images"):
             report = evaluate_results(truth, results)
     else:
-        report = _evaluate_answers(data, preds, answered_only)
+        report = _evaluate_answers(data, preds)
     _print(report)
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,21 +66,17 @@ def evaluate(
         out.print(f"wrote {page_file}", markup=False)
 
 
-def _evaluate_answers(data: Path, preds: Path, answered_only: bool) -> "EvaluationReport":
+def _evaluate_answers(data: Path, preds: Path) -> "EvaluationReport":
     from coordexp.data import RecordFile
     from coordexp.evaluate import evaluate, read_predictions, read_truth
 
     with progress(f"reading {preds}"):
         truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
         answers = read_predictions(preds, truth)
-        answered = {answer.image_id for answer in answers}
-        evaluated = [(id, record) for id, record in truth if id in answered] if answered_only else truth
-        if not evaluated:
-            counts = f"{len(truth)} records and {len(answered)} answers"
-            fix = f"there are {counts}; give files that belong together"
-            raise UserError(f"{data}: no image to evaluate", fix)
-    with progress(f"evaluating {len(evaluated)} images"):
-        return evaluate(evaluated, answers)
+        if not truth:
+            raise UserError(f"{data} has no records", "give the file that was predicted on")
+    with progress(f"evaluating {len(truth)} images"):
+        return evaluate(truth, answers)
 
 
 def _print(report: "EvaluationReport") -> None:

@@ -19,16 +19,13 @@ def add_coords(
         typer.Option("--model", "-m", file_okay=False, help="A model folder, or its name on the hub."),
     ],
     out_folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.")],
-    noise: Annotated[
-        float, typer.Option(min=0.0, help="Noise on the new rows, in standard deviations of the old rows.")
-    ] = 0.02,
     ordinal: Annotated[
         bool,
         typer.Option(
             "--ordinal", help="Make neighbouring bins similar at the start, instead of all nearly equal."
         ),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the noise on the new rows.")] = 0,
 ) -> None:
     """Copy a checkpoint and add the 1,000 coordinate tokens, unless it has them already."""
     need("torch", "safetensors", extra="train")
@@ -38,7 +35,7 @@ def add_coords(
     with progress(f"expanding {model_folder}"):
         from coordexp.answers.expand import add_coord_tokens
 
-        added = add_coord_tokens(folder, out_folder, noise=noise, ordinal=ordinal, seed=seed)
+        added = add_coord_tokens(folder, out_folder, ordinal=ordinal, seed=seed)
     out.print(f"wrote {out_folder}: {added} coordinate tokens added")
 
 

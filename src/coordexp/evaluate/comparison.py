@@ -181,10 +181,7 @@ def _check_ids(truth: Truth, answers: Sequence[ImageAnswer]) -> None:
             f"{_format_ids(unknown)} not in the data", f"give the file that was predicted on; {NAMING_RULE}"
         )
     if missing := sorted(set(true_ids) - set(answered_ids)):
-        raise DataError(
-            f"{_format_ids(missing)} without an answer",
-            "predict all images, or evaluate only those with an answer (--answered-only)",
-        )
+        raise DataError(f"{_format_ids(missing)} without an answer", "predict all images of the data")
 
 
 def _format_ids(ids: Sequence[int]) -> str:

@@ -48,7 +48,7 @@ for gpu in range(torch.cuda.device_count()):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of memory of a GPU, or of the machine."""
+    """Bytes of memory of a GPU."""
 
     total: int
     free: int
@@ -108,16 +108,13 @@ def gpu_problems(options: LaunchOptions, devices: dict[int, DeviceMemory]) -> It
 def memory_problems(
     plan: Plan, settings: Settings, devices: dict[int, DeviceMemory] | None
 ) -> tuple[Needs, list[Finding]]:
-    """Return the least memory that each part needs, and the problems. `devices` is None on the CPU."""
+    """Return the least memory that each part needs, and the problems. `devices` is None on the CPU, whose memory
+    is not compared."""
     try:
         needs = estimate_needs(plan, settings, Path(settings.model.path))
     except UserError as error:
         return {}, [Finding("error", "model.path", error.problem, error.fix)]
-    if devices is not None:
-        return needs, list(gpu_memory_problems(plan, settings, needs, devices))
-    import psutil
-
-    return needs, list(machine_memory_problems(plan, needs, psutil.virtual_memory().available))
+    return needs, list(gpu_memory_problems(plan, settings, needs, devices)) if devices is not None else []
 
 
 def find_gpus() -> dict[int, DeviceMemory]:
@@ -183,15 +180,3 @@ def gpu_memory_problems(
                 yield Finding(
                     "error", option, f"{describe_need(part.name, needs[part.name])}, and {available}", fix
                 )
-
-
-def machine_memory_problems(plan: Plan, needs: Needs, available: float) -> Iterator[Finding]:
-    """Yield a problem on the CPU, where all parts share the memory of the machine."""
-    processes = {server.name: server.world_size or 1 for server in plan.local_servers} | {"learner": plan.learners}
-    by_part = {part: total_bytes(need) * processes[part] for part, need in needs.items()}
-    least = sum(by_part.values())
-    if least > available:
-        parts = ", ".join(f"{name} {format_bytes(bytes)}" for name, bytes in by_part.items())
-        problem = f"the parts need at least {format_bytes(least)} ({parts}), and the machine has "
-        fix = "start fewer servers or learners, use a smaller model, or end other programs"
-        yield Finding("error", "model.path", f"{problem}{format_bytes(available)} available", fix)

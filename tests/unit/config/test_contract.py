@@ -128,6 +128,7 @@ def test_the_paired_list_form_of_servers_is_refused(old, keep_list):
 def test_adapter_sync_with_several_learner_ranks_is_refused(mode):
     tree = server_mode(
         model__adapter={"rank": 8},
+        rollout_matching__decode_batch_size=2,
         rollout_matching__vllm__sync__mode=mode,
         rollout_matching__vllm__enable_lora=True,
     )

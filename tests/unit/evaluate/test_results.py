@@ -160,13 +160,6 @@ def test_numbers_are_names_of_files_if_nothing_else_can_be_meant(tmp_path):
         read_numbers(tmp_path, files=(2, 1, 30), numbers=(1, 2))
 
 
-def test_an_option_that_needs_answers_is_refused(tmp_path):
-    truth, _ = crowd(0)
-    write(tmp_path, truth, detect(truth, 0))
-    result = run(tmp_path, "--answered-only")
-    assert result.exit_code == 1 and "results.answers.jsonl" in result.output
-
-
 def test_detections_of_classes_that_a_record_does_not_ask_for_are_left_out(tmp_path):
     asked = replace(record(("cat", BOX), ("dog", FAR)), classes=("cat",))
     results = [{"image_id": 1, "category_id": k, "bbox": [100, 100, 200, 200], "score": 0.5} for k in (1, 2)]

@@ -112,10 +112,11 @@ def test_no_servers_starts_none():
 
 @pytest.mark.scenario("R15.C2", on="pure")
 def test_replicas_are_decoding_slots_of_their_own():
-    run_settings = settings(learners=96, data_parallel_size=3, server=servers("http://127.0.0.1:8000"))
-    assert make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=96)).learners == 96
+    replicas = {"data_parallel_size": 3, "server": servers("http://127.0.0.1:8000")}
+    plan = make_plan(settings(learners=96, **replicas), LaunchOptions(CONFIG, cpu=True, learners=96))
+    assert plan.learners == 96
     with pytest.raises(ConfigError):
-        make_plan(run_settings, LaunchOptions(CONFIG, cpu=True, learners=97))
+        settings(learners=97, **replicas)
 
 
 @pytest.mark.parametrize(

@@ -183,32 +183,12 @@ def test_memory_is_counted_from_headers(config):
     assert needed["learner"] == 4_000_000 * 4 * 4  # weights, gradients, two states of Adam, all in float32
 
 
-def test_every_replica_needs_memory_for_all_weights(config):
-    tree = yaml.safe_load(config.read_text())
-    tree["rollout_matching"]["vllm"] |= {"data_parallel_size": 2}
-    config.write_text(yaml.safe_dump(tree))
-    settings = load(config)
-    plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
-    needs = preflight.estimate_needs(plan, settings, config.parent / "model")
-    least = sum((1 if part == "learner" else 2) * total_bytes(need) for part, need in needs.items())
-    problems = [list(preflight.machine_memory_problems(plan, needs, least + more)) for more in (-1, 1)]
-    assert list(map(len, problems)) == [1, 0]
-
-
 def gpu_memory_problems(config, total, free):
     """Return what is reported if all GPUs have this memory."""
     settings = load(config)
     plan = make_plan(settings, LaunchOptions(str(config), "0,1,2", "3"))
     memory = dict.fromkeys(range(4), DeviceMemory(int(total * GB), int(free * GB)))
     return list(preflight.memory_problems(plan, settings, memory)[1])
-
-
-def machine_memory_problems(config, free):
-    """Return what is reported if a machine without GPUs has 1 GB, of which this is free."""
-    settings = load(config)
-    plan = make_plan(settings, LaunchOptions(str(config), cpu=True))
-    needed = preflight.estimate_needs(plan, settings, config.parent / "model")
-    return list(preflight.machine_memory_problems(plan, needed, free * GB))
 
 
 SMALL_GPUS = [(1, 0.05), (0.05, 0.05), (0.02, 0.02)]
@@ -219,8 +199,6 @@ def test_missing_memory_is_reported(config):
     assert gpu_memory_problems(config, 40, 40) == []
     severities = [{problem.severity for problem in gpu_memory_problems(config, *gpu)} for gpu in SMALL_GPUS]
     assert all(found == {"error"} for found in severities)
-    machine = [[problem.severity for problem in machine_memory_problems(config, free)] for free in (0.09, 1)]
-    assert machine == [["error"], []]
 
 
 def test_a_model_that_the_formulas_are_not_for_is_not_estimated(config):
