@@ -130,8 +130,7 @@ def build_target(
 
     `match` pairs `parsed.valid` with `truth`. `agreed` are objects that no label has and several answers do: with
     them, even if there are none, the answer is rebuilt under every policy. `complete` are the classes of which
-    every object is labelled: others of such a class are mistakes, so they are left out whenever an answer is
-    rebuilt."""
+    every object is labelled: with `extras: remove_exhaustive`, others of such a class are mistakes."""
     policy, valid, shapes = settings.correction, parsed.valid, parsed.shapes
     is_kept = policy.is_specified and agreed is None
     duplicates: tuple[int, ...] = ()
@@ -140,13 +139,11 @@ def build_target(
             shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
         )
     extras = [i for i in match.false_positives if i not in duplicates]
-    possible = [thing for thing in agreed or () if thing.desc not in complete]
-    confirmed, unseen = _match_agreed(shapes, extras, possible, settings)
-    removed: tuple[int, ...] = ()
-    if not is_kept:
-        removed = tuple(
-            i for i in extras if i not in confirmed and (policy.extras == "remove" or valid[i].desc in complete)
-        )
+    known = complete if policy.extras == "remove_exhaustive" else ()
+    mistakes = {i for i in extras if valid[i].desc in known}
+    possible = [thing for thing in agreed or () if thing.desc not in known]
+    confirmed, unseen = _match_agreed(shapes, [i for i in extras if i not in mistakes], possible, settings)
+    removed = tuple(i for i in extras if i in mistakes or (policy.extras == "remove" and i not in confirmed))
     items = _make_predicted_items(parsed, match, truth, {*duplicates, *removed}, confirmed, settings)
     items += [Item.insert(None, thing, is_supervised=settings.choice.pseudo_labels) for thing in unseen]
     items += [Item.insert(j, truth[j]) for j in match.missed]

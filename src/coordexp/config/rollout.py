@@ -188,16 +188,16 @@ class OptimalTransport(SettingsSection):
 class CorrectionPolicy(SettingsSection):
     """How an answer is corrected. The defaults are the specified target: the answer is kept as it is, and missed
     objects are appended. Under every other policy the answer is written anew from its first change on: its objects
-    are renumbered, and those that are not valid are left out."""
+    are renumbered, and those that are not valid are left out. `closing_weight` changes no answer."""
 
     duplicates: Literal["keep", "remove"] = "keep"
     """Objects that repeat an earlier one of the same answer: keep them, or remove them."""
     duplicate_iou: Annotated[float, Field(gt=0, le=1)] = 0.5
     """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
     IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""
-    extras: Literal["keep", "remove"] = "keep"
-    """Objects that match no true object and are not duplicates: keep them without supervision, or remove them.
-    Those of a class that the record lists as `exhaustive` are removed with `keep`, too."""
+    extras: Literal["keep", "remove_exhaustive", "remove"] = "keep"
+    """Objects that match no true object and are not duplicates: keep them without supervision, remove those of
+    classes that their record lists as `exhaustive`, or remove them all."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
     """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
     extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from coordexp.config.legacy import EXAMPLE
-from coordexp.config.rollout import capacity_shortage
+from coordexp.config.rollout import capacity_shortage, is_loopback_host
 from coordexp.config.sections import ADDED_OBJECTIVES, Channel, Module
 from coordexp.config.settings import Settings
 from coordexp.config.yaml_tree import Error
@@ -433,6 +433,8 @@ def _check_servers(s: Settings, world: World) -> Conflicts:
     vllm, learners = s.rollout_matching.vllm, world.learners
     servers, senders, is_used = vllm.server.servers, vllm.sync.senders, uses_vllm(s, "server")
     at_once, devices = s.rollout_matching.decode_batch_size, len(servers) * vllm.devices_per_server
+    # Servers of other machines may have another size. The learner asks them.
+    is_local = all(is_loopback_host(urlsplit(server.base_url).hostname or "") for server in servers)
     taken = dict[tuple[str | None, int], str]()
     for index, server in enumerate(servers):
         url = urlsplit(server.base_url)
@@ -446,7 +448,7 @@ def _check_servers(s: Settings, world: World) -> Conflicts:
     if is_used and not servers:
         fix = f"list at least one, e.g. {EXAMPLE}, or set vllm.mode: colocate or rollout_backend: hf"
         yield Error(SERVERS, "missing, but required with vllm.mode: server", fix)
-    elif is_used and (shortage := capacity_shortage(at_once, devices, learners or 1)):
+    elif is_used and is_local and (shortage := capacity_shortage(at_once, devices, learners or 1)):
         yield Error("rollout_matching.decode_batch_size", *shortage)
     for count, noun, fix in (
         (len(servers), "server", "list more servers in vllm.server.servers"),

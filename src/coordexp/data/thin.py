@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from coordexp.data.records import Record, RecordObject, read_any_records
+from coordexp.errors import UserError
 from coordexp.files import write_parts
 
 By = Literal["object", "class", "size", "crowd"]
@@ -46,22 +47,29 @@ def thin(path: Path, target: Path, share: float, by: By, seed: int, notify: Call
             write(record.as_json() + "\n")
             if number % 10_000 == 0:
                 notify(f"writing: {number:,} records")
+        if not removed:
+            raise UserError(
+                f"{path}: every image has only what it keeps, so no label can be removed", "try --by object"
+            )
     return Thinned(labels, removed)
 
 
 def _thin_record(record: Record, draw: random.Random, by: By, rate: Callable[[float], float]) -> Record:
-    """Return the record without the objects whose draw is below the rate of their removal. What is not labelled
-    completely any more leaves the list `exhaustive`."""
+    """Return the record without the objects whose draw is below the rate of their removal. A class that is not
+    labelled completely any more leaves the list `exhaustive`, and one without a label is not asked for."""
     if by == "class":
         draws = {desc: draw.random() for desc in sorted({item.desc for item in record.objects})}
         chances = [draws[item.desc] - rate(0.0) for item in record.objects]
     else:
         chances = [draw.random() - rate(measure) for measure in _measure(record, by)]
-    least = min(0.0, max(chances))  # if all would go, the object or class that is nearest to staying stays
+    asked = [chance for item, chance in zip(record.objects, chances, strict=True) if item in record.asked_objects]
+    least = min(0.0, max(asked or chances))  # if all would go, what is nearest to staying stays
     kept = [item for item, chance in zip(record.objects, chances, strict=True) if chance >= least]
     lost = {item.desc for item, chance in zip(record.objects, chances, strict=True) if chance < least}
+    gone = lost - {item.desc for item in kept}
+    classes = record.classes and tuple(desc for desc in record.classes if desc not in gone)
     exhaustive = record.exhaustive and tuple(desc for desc in record.exhaustive if desc not in lost)
-    return replace(record, objects=tuple(kept), exhaustive=exhaustive)
+    return replace(record, objects=tuple(kept), classes=classes, exhaustive=exhaustive)
 
 
 def _rates(path: Path, share: float, by: By, notify: Callable[[str], None]) -> Callable[[float], float]:

@@ -114,16 +114,17 @@ def test_polygons_are_inserted_and_their_duplicates_removed():
 def test_an_extra_of_a_class_that_is_labelled_completely_is_left_out_and_others_are_kept():
     extra_cup, lamp = box("cup", 700, 700), box("lamp", 300, 500)
     written = write(CUP, extra_cup, lamp, DOG, CAT)
-    correction = corrected(written, TRUTH, complete=("cup", "dog"), supervise="matched")
+    correction = corrected(written, TRUTH, complete=("cup", "dog"), extras="remove_exhaustive")
     assert text_of(correction) == write(CUP, lamp, DOG, CAT)
     assert correction.rebuilt.removed_extras == (1,)
-    assert text_of(corrected(written, TRUTH, supervise="matched")) == written
-    specified = corrected(written, TRUTH, complete=("cup",))
-    assert specified.rebuilt is None
-    assert text_of(specified) == written
+    assert text_of(corrected(written, TRUTH, extras="remove_exhaustive")) == written
+    assert text_of(corrected(written, TRUTH, complete=("cup",), supervise="matched")) == written
 
 
 def test_answers_that_agree_on_an_object_do_not_outweigh_the_statement_that_its_class_is_complete():
-    extra_cup, lamp = box("cup", 700, 700), box("lamp", 300, 500)
-    correction = corrected(write(*TRUTH, extra_cup), TRUTH, complete=("cup",), agreed=[extra_cup, lamp])
-    assert text_of(correction) == write(*TRUTH, lamp)
+    extra_cup, lamp = box("cup", 700, 700), box("lamp", 700, 710)
+    correction = corrected(
+        write(*TRUTH, extra_cup), TRUTH, complete=("cup",), agreed=[extra_cup, lamp], extras="remove_exhaustive"
+    )
+    assert correction.rebuilt.removed_extras == (3,)
+    assert "cup" not in text_of(correction).split("lamp")[0].split("cat")[1]

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.data import read_records
 from coordexp.data.thin import thin
+from coordexp.errors import UserError
 from coordexp.tasks import ignore
 
 SIZES = (20, 200)
@@ -84,6 +85,28 @@ def test_by_class_an_image_has_all_labels_of_a_class_or_none(scenes):
 
 def test_the_seed_decides(scenes):
     assert run(scenes, seed=1) == run(scenes, seed=1) != run(scenes, seed=2)
+
+
+def test_a_class_without_a_label_is_not_asked_for_and_what_is_asked_for_keeps_one(tmp_path):
+    file, target = tmp_path / "asking.jsonl", tmp_path / "thin.jsonl"
+    objects = [{"desc": desc, "bbox_2d": [0, 0, 9, 9]} for desc in ("cup", "cup", "dog", "lamp", "lamp", "lamp")]
+    head = {"image": "a.png", "width": 9, "height": 9, "space": "pixel", "classes": ["cup", "dog", "cat"]}
+    file.write_text(f"{json.dumps(head | {'objects': objects})}\n" * 200)
+    thin(file, target, 0.7, "object", 0, ignore)
+    for record in read(target):
+        kept = {item.desc for item in record.asked_objects}
+        assert kept
+        assert set(record.classes) == kept | {"cat"}
+
+
+def test_a_file_of_which_no_label_can_be_removed_is_not_written(tmp_path):
+    file, target = tmp_path / "one.jsonl", tmp_path / "thin.jsonl"
+    item = {"desc": "cup", "bbox_2d": [0, 0, 9, 9]}
+    head = {"image": "a.png", "width": 9, "height": 9, "space": "pixel"}
+    file.write_text(json.dumps(head | {"objects": [item, item]}) + "\n")
+    with pytest.raises(UserError):
+        thin(file, target, 0.5, "class", 0, ignore)
+    assert not target.exists()
 
 
 def test_the_command_says_how_many_labels_it_removed(scenes):

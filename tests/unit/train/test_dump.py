@@ -70,7 +70,7 @@ def test_a_dump_of_several_rollouts_has_the_choice_and_comes_out_the_same(tmp_pa
 
 
 def test_a_class_that_a_record_lists_as_exhaustive_has_no_extras_and_comes_out_the_same(tmp_path):
-    step, dumps = dumping(tmp_path, correction={"supervise": "matched"})
+    step, dumps = dumping(tmp_path, correction={"extras": "remove_exhaustive"})
     records = tmp_path / "train.jsonl"
     records.write_text(records.read_text().replace('"space"', '"exhaustive": ["x"], "space"', 1))
     step = replace(step, training_set=replace(step.training_set, records=RecordFile(records)))
