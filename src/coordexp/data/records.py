@@ -28,13 +28,12 @@ others. A line that breaks a rule is a `DataError` that names the file and the l
 
 import json
 import os
-import re
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypeVar, get_args
+from typing import Annotated, Any, Literal, NotRequired, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +61,7 @@ from coordexp.data.geometry import (
     is_valid_count,
     to_bin,
 )
-from coordexp.data.index import open_index
+from coordexp.data.index import RecordIndex, identify, open_indices, open_records
 from coordexp.errors import DataError, explain
 from coordexp.files import open_file
 from coordexp.tasks import ignore
@@ -75,13 +74,6 @@ LARGEST_ID = 2**63  # ids are 64-bit numbers in COCO's tools
 LARGEST = 1e12  # larger than any coordinate; excludes infinity, NaN and integers that no float can hold
 SHOWN_PROBLEMS = 6  # that a message names
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")  # in a dict and in a dataclass
-_COCO = rb'\s*\{\s*"(info"\s*:\s*\{|(images|annotations|categories|licenses)"\s*:\s*\[\s*[{\]])'
-# How files begin that are not of records, what they are, and what to do.
-_OTHER_FORMATS = (
-    (rb"\x1f\x8b|\x28\xb5\x2f\xfd|BZh|PK\x03\x04|\xfd7zXZ", "is compressed", "unpack it, e.g. with gunzip"),
-    (_COCO, "is a COCO file", "convert it: coordexp data import coco FILE --images DIR --out train.jsonl"),
-    (rb"\s*\[\s*\{", "is one JSON list, not one record per line", "see docs/data.md, and `coordexp data import`"),
-)
 _CHAT_KEYS = ("messages", "conversations", "instruction")  # in lines of ms-swift, LLaMA-Factory and LLaVA
 # Words of pydantic that a reader of JSON does not know.
 _PLAIN_WORDS = {"Tuple": "List", "valid tuple": "list", "valid list": "list", " after validation": ""}
@@ -288,17 +280,6 @@ def check_request(record: Record) -> None:
             raise ValueError(f"prompt has {{{key}}}, but there {words}")
 
 
-def open_records(path: Path) -> BinaryIO:
-    """Open a file of records. Raise DataError if it is not a regular file, or begins as one of another format."""
-    file = open_file(path)
-    head = os.pread(file.fileno(), 4096, 0)
-    for pattern, problem, fix in _OTHER_FORMATS:
-        if re.match(pattern, head):
-            file.close()
-            raise DataError(f"{path} {problem}", fix)
-    return file
-
-
 def read_records(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the records with their line numbers, from 1. Blank lines are skipped. Raise DataError for a chat
     record."""
@@ -316,14 +297,20 @@ def read_any_records(path: Path) -> Iterator[tuple[int, AnyRecord]]:
 
 class RecordFile:
     """Random access to the records of a file. Several threads may read at the same time. `notify` gets messages
-    while a large file is read for the first time."""
+    while a large file is read for the first time, unless its `index` is given. The file stays open after the first
+    record was read, or is opened for each one."""
 
-    def __init__(self, path: Path, notify: Callable[[str], None] = ignore) -> None:
+    def __init__(
+        self,
+        path: Path,
+        notify: Callable[[str], None] = ignore,
+        index: RecordIndex | None = None,
+        stays_open: bool = True,
+    ) -> None:
         self.path = path
-        with open_records(path) as file:
-            self._file = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._file)
-        self._index = open_index(self._file, path, notify)
+        self._index = open_indices([path], notify)[0] if index is None else index
+        self._stays_open = stays_open
+        self._file: int | None = None
         if not len(self._index):
             raise DataError(f"{path}: no records", "write one JSON object per line (see `coordexp data import`)")
 
@@ -339,8 +326,19 @@ class RecordFile:
         """Return a record of either kind."""
         index = range(len(self))[index]  # an index below 0 counts from the end, and one beyond it is an IndexError
         begin, end = (int(offset) for offset in self._index.offsets[index : index + 2])
-        line, _, _ = os.pread(self._file, end - begin, begin).partition(b"\n")  # blank lines may follow
+        line, _, _ = self._read_bytes(begin, end).partition(b"\n")  # blank lines may follow
         return _parse_line(self.path, self._index.line_number(index), line)
+
+    def _read_bytes(self, begin: int, end: int) -> bytes:
+        if self._file is not None:
+            return os.pread(self._file, end - begin, begin)
+        with open_file(self.path) as file:
+            if identify(os.fstat(file.fileno())) != self._index.identity:
+                raise DataError(f"{self.path} was changed while it was in use", "start again")
+            if self._stays_open:  # two threads may both come here, and both descriptors are closed at the end
+                self._file = os.dup(file.fileno())
+                weakref.finalize(self, os.close, self._file)
+            return os.pread(file.fileno(), end - begin, begin)
 
     def __reduce__(self) -> Any:
         return RecordFile, (self.path,)  # another process opens the file itself

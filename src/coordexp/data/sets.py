@@ -13,11 +13,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from coordexp.data.index import open_indices
 from coordexp.data.records import AnyRecord, ChatRecord, Record, RecordFile, parse_any_record
 from coordexp.errors import DataError
 from coordexp.tasks import ignore
 
-RESERVED = 256  # files that a process may have open besides its data
+OPEN_SHARE = 4  # a set keeps a fourth of the files open that a process may, and a run has several sets
 
 
 class RecordSet:
@@ -93,14 +94,15 @@ def find_wrong_kind(setting: str, records: Iterable[AnyRecord], trains_chat: boo
 
 def open_data(sets: Sequence[Sequence[Path]], notify: Callable[[str], None] = ignore) -> Records:
     """Open the files of one or more data sets. Several sets are joined to one `RecordSet`, whose `parts` they are.
-    A single file is opened as such. `notify` gets messages while a large file is read for the first time."""
-    count, (limit, _) = sum(map(len, sets)), resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and count > limit - RESERVED:
-        raise DataError(
-            f"{sets[0][0]} and {count - 1:,} more files: a process may open {limit:,} files here",
-            f"raise the limit (ulimit -n {count + 2 * RESERVED}), or join files into larger ones (cat)",
-        )
-    return _join([_join([RecordFile(path, notify) for path in paths]) for paths in sets])
+    A single file is opened as such. If there are many files for what a process may have open, a file is opened for
+    each record that is read. `notify` gets messages while large files are read for the first time."""
+    stays_open = sum(map(len, sets)) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // OPEN_SHARE
+
+    def open_set(paths: Sequence[Path]) -> Records:
+        indices = zip(paths, open_indices(paths, notify), strict=True)
+        return _join([RecordFile(path, notify, index, stays_open) for path, index in indices])
+
+    return _join([open_set(paths) for paths in sets])
 
 
 def locate_image(files: Sequence[RecordFile], address: str) -> str:

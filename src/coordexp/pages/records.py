@@ -10,7 +10,7 @@ from coordexp.data import AnyRecord, ChatRecord, Record
 from coordexp.data.addresses import join_address
 from coordexp.data.doctor import KINDS, Problem, check_lines
 from coordexp.data.images import read_image_facts
-from coordexp.data.records import open_records
+from coordexp.data.index import open_records
 from coordexp.pages.cards import (
     Card,
     Drawing,

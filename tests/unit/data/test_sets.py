@@ -2,6 +2,7 @@
 
 import json
 import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,11 +97,23 @@ def test_a_path_that_exists_is_no_pattern(tmp_path):
     assert find_data_files([str(tmp_path / "a[1].jsonl")]) == [tmp_path / "a[1].jsonl"]
 
 
-def test_more_files_than_a_process_may_open_are_refused_before_any_is_opened(shards, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (258, 1024))
-    with pytest.raises(DataError, match="258"):
-        open_data([shards])
-    open_data([shards[:1]])
+def count_open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(12, 3), (11, 0)])
+def test_files_are_opened_when_they_are_read_and_of_too_many_none_stays_open(shards, monkeypatch, limit, kept):
+    before = count_open_files()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, 1024))
+    records = open_data([shards])
+    assert count_open_files() == before
+    for _ in range(2):
+        assert [records[k].image for k in (0, 2, 4)] == ["a0.png", "a2.png", "b0.png"]
+    with pytest.raises(DataError):
+        records[3]
+    assert count_open_files() == before + kept
+    del records
+    assert count_open_files() == before
 
 
 def test_the_line_of_an_image_is_found_in_any_file_and_spelling(tmp_path):

@@ -25,7 +25,8 @@ from coordexp.data.addresses import join_address
 from coordexp.data.doctor.checks import KINDS, Problem, Suspicions, check_image, check_record
 from coordexp.data.geometry import BINS
 from coordexp.data.images import ImageFacts, size_problem
-from coordexp.data.records import AnyRecord, ChatRecord, Record, open_records, parse_any_record
+from coordexp.data.index import open_records
+from coordexp.data.records import AnyRecord, ChatRecord, Record, parse_any_record
 from coordexp.data.shards import Shard
 from coordexp.errors import DataError, Finding, Place, explain
 from coordexp.tasks import ignore
