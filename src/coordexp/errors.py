@@ -79,12 +79,13 @@ class ConfigError(UserError):
         self.findings, self.file = tuple(findings), file
 
 
-def need_packages(subject: str, *packages: str, extra: str) -> None:
-    """Raise UserError unless these packages, which belong to an extra of coordexp, are installed. `subject` is
-    what needs them."""
+def need_packages(subject: str, *packages: str, extra: str | None = None) -> None:
+    """Raise UserError unless these packages are installed. `extra` is the one of coordexp that they belong to.
+    `subject` is what needs them."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"{subject} needs {' and '.join(missing)}", pip_install(extra))
+        fix = pip_install(extra) if extra else f"pip install {' '.join(missing)}"
+        raise UserError(f"{subject} needs {' and '.join(missing)}", fix)
 
 
 def pip_install(extra: str) -> str:

@@ -1,4 +1,5 @@
-"""Predictions in shards: the files of many processes, some of them killed, are those of one undisturbed one."""
+"""Predictions and imports in shards: the files of many processes, some of them killed, are those of one
+undisturbed one."""
 
 import json
 import random
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from tests.integration.stage2_runs import MODEL, finish, started
+from tests.unit.data.packed import write_webdataset
+from tests.unit.data.test_import_packed import LISTS, import_packed
 
 pytestmark = pytest.mark.timeout(240)
 ANSWERED = ["--max-new-tokens", "60", "--batch", "2"]
@@ -132,3 +135,22 @@ def test_workers_end_with_the_first_process_and_their_answers_are_resumed(scenes
     assert run(*words[2:]).exit_code == 1
     finish([*words[:-1], "1", "--resume"])
     assert read_all(scenes, "ended.json") == read_all(scenes, "preds.json") and not folder.exists()
+
+
+def test_an_import_that_was_killed_keeps_its_finished_files_and_goes_on(tmp_path):
+    for number in range(8):
+        write_webdataset(tmp_path / f"{number}.tar", {f"{number}{k}": LISTS for k in range(150)})
+    import_packed("webdataset", tmp_path, tmp_path / "whole.jsonl", "--boxes", "xywh")
+    out = tmp_path / "killed"
+    words = ["data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", out]
+    with started(["-m", "coordexp", *map(str, words)]) as process:
+        while len(list(out.glob("*-of-00008.json"))) < 3:
+            assert process.process.poll() is None and process.seconds < 120, process.shown
+            time.sleep(0.002)
+        process.process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    finished = {file: file.stat().st_mtime_ns for file in out.glob("*-of-00008.json")}
+    assert 3 <= len(finished) < 8
+    import_packed("webdataset", tmp_path, tmp_path / "killed.jsonl", "--boxes", "xywh")
+    assert finished.items() <= {file: file.stat().st_mtime_ns for file in out.glob("*.json")}.items()
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -10,7 +10,18 @@ from coordexp.cli import app
 from coordexp.data import Record, RecordFile, RecordObject, open_data, parse_any_record, parse_record
 from coordexp.data.doctor import examine
 from coordexp.data.images import read_image_facts, size_problem
-from coordexp.data.importers import ImportCounts, find_split, read_labelme, read_labelstudio, read_lvis, read_yolo
+from coordexp.data.importers import (
+    ImportCounts,
+    Rules,
+    find_sources,
+    find_split,
+    read_labelme,
+    read_labelstudio,
+    read_lvis,
+    read_yolo,
+)
+from coordexp.data.importers.packed import read_webdataset
+from coordexp.data.importers.rows import RowReader
 from coordexp.data.masks import decode_mask
 from coordexp.data.stores import PREFIXES, check_allowed
 from coordexp.detect.suggestions import (
@@ -23,6 +34,8 @@ from coordexp.detect.suggestions import (
 from coordexp.files import find_data_files
 from tests.messages import provoke
 from tests.unit.data import test_doctor
+from tests.unit.data.packed import draw as draw_image
+from tests.unit.data.packed import write_members
 from tests.unit.data.planted import write_clean
 from tests.unit.data.sources import (
     annotation,
@@ -237,6 +250,59 @@ def a_labelme_file_with(folder, changes):
 )
 def a_labelme_shape(folder, shape):
     return import_labelme(folder, shapes=["text", {"label": "cat", "points": shape[1], "shape_type": shape[0]}])
+
+
+BOX_OF_ROW = {"bbox": [8, 6, 16, 12], "category": "cat"}
+OF_TAR = [("a.png", draw_image(0)), ("a.json", json.dumps({"objects": [BOX_OF_ROW]}).encode())]
+
+
+def import_tar(folder, members, **rules):
+    counts = ImportCounts()
+    reader = RowReader(None, Rules(**{"boxes": "xywh"} | rules), counts)
+    images = read_webdataset(str(write_members(folder / "s.tar", members)), reader)
+    return describe_import((write_and_read(folder, images, counts), counts))
+
+
+@provoke(
+    *({"objects": value} for value in ("text", [3], {"bbox": [[1, 2, 3, 4]], "category": []}, [{"bbox": [1, 2]}])),
+    *({"objects": [BOX_OF_ROW | {"category": value}]} for value in (None, " ", "\ud800", 7, 1.5)),
+    *({"objects": [BOX_OF_ROW | {"bbox": value}]} for value in (None, [1, 2, 3])),
+    {"objects": [BOX_OF_ROW | {"iscrowd": 1}]},
+    {"space": "pixel", "objects": []},
+)
+def a_row_with(folder, row):
+    return import_tar(folder, [OF_TAR[0], ("a.json", json.dumps(row).encode())])
+
+
+TARS = {
+    "a broken image": [("a.png", b"no image")],
+    "labels without an image": OF_TAR[1:],
+    "two images of one name": [*OF_TAR, ("a.jpg", b"")],
+    "broken labels and a file without a suffix": [("a.json", b"["), OF_TAR[0], ("b", b"")],
+}
+
+
+@provoke(*TARS)
+def a_tar_with(folder, what):
+    return import_tar(folder, TARS[what])
+
+
+@provoke()
+def a_box_that_may_be_two_corners(folder):
+    import_tar(folder, OF_TAR, boxes=None)
+
+
+@provoke()
+def a_tar_that_is_none(folder):
+    (folder / "s.tar").write_bytes(b"x" * 600)
+    list(read_webdataset(str(folder / "s.tar"), RowReader(None, Rules(), ImportCounts())))
+
+
+@provoke("none-*.tar", "https://example.org/*.tar", "s3://example/*.tar")
+def a_source_of_tars(folder, name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PREFIXES, "https://example.org/")
+        find_sources(name if "://" in name else str(folder / name), "webdataset")
 
 
 def import_yolo(folder, labels, names="names: [cat]"):

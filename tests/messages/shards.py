@@ -1,6 +1,6 @@
 """Messages about work in shards."""
 
-from coordexp.data.shards import Manifest, Shard, finish, hash_content, is_finished, manifest_path, read_finished
+from coordexp.data.shards import Manifest, Shard, finish, is_finished, manifest_path, read_finished, result_path
 from tests.messages import provoke
 
 REQUEST = {"data": "a", "max_new_tokens": 9}
@@ -8,8 +8,8 @@ REQUEST = {"data": "a", "max_new_tokens": 9}
 
 def write_shards(folder, count, **changes):
     for number in range(count):
-        manifest = Manifest("predict", number, count, number, number + 1, "d.jsonl", REQUEST | changes, {}, "")
-        finish(folder, manifest, b"")
+        result_path(folder, Shard(number, count), "predict").write_bytes(b"")
+        finish(folder, Manifest("predict", number, count, number, number + 1, "d.jsonl", REQUEST | changes, {}))
 
 
 @provoke("16/16", "x")
@@ -41,7 +41,8 @@ def shards_that_are_missing(folder):
 
 @provoke()
 def a_result_that_was_changed(folder):
-    finish(folder, Manifest("predict", 0, 1, 0, 1, "d.jsonl", REQUEST, {}, hash_content(b"a")), b"b")
+    write_shards(folder, 1)
+    result_path(folder, Shard(0, 1), "predict").write_bytes(b"b")
     read_finished(folder)
 
 

@@ -23,6 +23,7 @@ from coordexp.evaluate.predictions import write_samples
 from tests import hostile
 from tests.hostile import Case, Outcome, attempt, bounded_memory, fuzzing, write_outside
 from tests.unit.config.trees import stage1, stage2
+from tests.unit.data.packed import write_tsv, write_webdataset
 from tests.unit.data.sources import annotation, coco, write_image
 from tests.unit.data.test_labelstudio import region, task
 from tests.unit.detect.test_suggestions import suggestion
@@ -109,6 +110,31 @@ def check_import(outcome: Outcome) -> None:
     if outcome.exit_code == 0:
         for _, record in read_records(target):
             record.true_objects()
+    assert not [name for name in outcome.opened if name.startswith(str(outcome.outside))]
+
+
+def packed_case(folder: Path, kind: str) -> Case:
+    """Return a valid packed data set, with three images."""
+    label = {"bbox": [8, 6, 16, 12], "category": "cat", "segmentation": RING}
+    rows = [
+        {"objects": {"bbox": [[8, 6, 16, 12]], "category": ["cat"]}},
+        {"annotations": [label, label | {"iscrowd": 1}]},
+    ]
+    rows += [{"boxes": [{"bbox": [8, 6, 24, 18], "phrase": "red cup"}], "image_id": 4, "width": 64, "height": 48}]
+    if kind == "tsv":
+        write_tsv(folder, rows)
+        damaged = ["toy.annotations.tsv", "toy.images.tsv"]
+    else:
+        write_webdataset(folder / "s.tar", dict(zip("abc", [*rows[:2], RECORDS[0]], strict=True)))
+        damaged = ["s.tar"]
+    return Case(folder, [f"data import {kind} {{folder}}/{damaged[0]} --boxes xyxy --out {{new}}/out"], damaged)
+
+
+def check_packed(outcome: Outcome) -> None:
+    files = list((outcome.written / "out").glob("*.records.jsonl"))
+    assert len(files) == (1 if outcome.exit_code == 0 else 0)
+    for _, record in (entry for file in files for entry in read_records(file)):
+        record.true_objects()
     assert not [name for name in outcome.opened if name.startswith(str(outcome.outside))]
 
 
@@ -209,6 +235,7 @@ TARGETS: dict[str, tuple[Callable[[Path], Case], Callable[[Outcome], None], int]
         kind: (partial(import_case, kind=kind), check_import, 15)
         for kind in ("coco", "lvis", "labelstudio", "labelme", "yolo")
     },
+    **{kind: (partial(packed_case, kind=kind), check_packed, 15) for kind in ("webdataset", "tsv")},
     "records": (record_case, check_nothing, 60),
     "predictions": (prediction_case, check_reports, 30),
     "runs": (run_case, check_nothing, 40),

@@ -1,4 +1,4 @@
-"""`coordexp data export`: write records as COCO, YOLO or tasks of Label Studio, for other tools."""
+"""`coordexp data export`: write records for other tools, or with their images into large files."""
 
 from functools import partial
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from coordexp.cli.console import need_new_file, out, progress, refuse_without_effect
+from coordexp.cli.console import need, need_new_file, out, progress, refuse_without_effect
 from coordexp.errors import UserError
 
 # The options of each format, besides --out.
@@ -14,17 +14,23 @@ OPTIONS = {
     "coco": {"images"},
     "yolo": {"images", "val"},
     "labelstudio": {"suggestions", "only_suggested", "prefix", "model_version"},
+    "webdataset": {"shard", "seed"},
+    "parquet": {"shard"},
 }
+Format = Literal["coco", "yolo", "labelstudio", "webdataset", "parquet"]
 
 
 def export(
     context: typer.Context,
-    form: Annotated[Literal["coco", "yolo", "labelstudio"], typer.Argument(metavar="FORMAT", show_default=False)],
+    form: Annotated[Format, typer.Argument(metavar="FORMAT", show_default=False)],
     file: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, help="A JSONL file of records.", show_default=False)
     ],
     target: Annotated[
-        Path, typer.Option("--out", "-o", help="A new JSON file; for yolo, a new folder.", show_default=False)
+        Path,
+        typer.Option(
+            "--out", "-o", help="A new JSON file; for yolo, webdataset and parquet, a folder.", show_default=False
+        ),
     ],
     images: Annotated[
         Path | None,
@@ -51,16 +57,36 @@ def export(
     model_version: Annotated[
         str | None, typer.Option(help="labelstudio: the name of the model in Label Studio. Unset: coordexp.")
     ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="webdataset: another seed gives another order.")] = 0,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="webdataset, parquet: only a part of the files, 0/16 to 15/16; finished ones are skipped."
+        ),
+    ] = None,
 ) -> None:
-    """Convert a JSONL file of records to COCO, YOLO or tasks of Label Studio.
+    """Convert a JSONL file of records to another format.
 
     coco: instances, in pixels. Ids of images and categories are kept; others are numbered.
 
     yolo: a folder with data.yaml, labels, and links to the images. YOLO has no ids of images.
 
     labelstudio: tasks, and beside them the labelling config (.xml).
+
+    webdataset: tars with images and records in random order, and files of records with addresses into them.
+
+    parquet: files with images, as Hugging Face's datasets read them. Both have 10,000 images per file.
     """
     refuse_without_effect(context, form, OPTIONS[form])
+    if form in ("webdataset", "parquet"):
+        need("PIL", extra="train")
+        from coordexp.cli.shards import print_records, run_shards
+        from coordexp.data import RecordFile
+        from coordexp.data.pack import ExportJob
+
+        job = ExportJob(form, RecordFile(file), target, seed)
+        print_records(run_shards(job, shard, f"exporting {file}"), target)
+        return
     if suggestions is None and (only_suggested or model_version is not None):
         option = "--only-suggested" if only_suggested else "--model-version"
         raise UserError(f"{option} has no effect without suggestions", "add --suggestions suggestions.jsonl")

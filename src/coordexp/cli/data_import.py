@@ -1,7 +1,7 @@
-"""`coordexp data import`: convert COCO, LVIS, YOLO, labelme or Label Studio to a JSONL file, and list
-what was left out."""
+"""`coordexp data import`: convert other formats to a JSONL file, and list what was left out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +11,7 @@ from rich.text import Text
 from coordexp.cli.console import need, need_new_file, out, progress, refuse_without_effect, sanitize, shorten
 from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
+from coordexp.files import RELATIVE_PATHS, describe_missing
 
 if TYPE_CHECKING:
     from coordexp.data.importers import ImportCounts, Rules, SourceImage
@@ -22,7 +23,11 @@ OPTIONS = {
     "yolo": {"images", "split", "names"},
     "labelme": {"images", "multipart", "missing"},
     "labelstudio": {"images", "key", "missing"},
+    "webdataset": {"shard", "names", "boxes", "multipart", "crowd"},
+    "parquet": {"shard", "names", "boxes", "multipart", "crowd", "key"},
+    "tsv": {"shard", "names", "boxes", "multipart", "crowd"},
 }
+PACKED = ("webdataset", "parquet", "tsv")
 OF_EXTENSIONS = {"multipart", "crowd", "missing"}
 OF_ALL = {"geometry", "empty", "outside", "tolerance"}
 
@@ -38,15 +43,19 @@ def import_(
         ),
     ],
     source: Annotated[
-        Path,
+        str,
         typer.Argument(
-            exists=True,
             help="coco, lvis, labelstudio: the JSON file. yolo: the folder of labels, or data.yaml. labelme: the "
-            "folder of labels.",
+            "folder of labels. webdataset, parquet, tsv: a file, a folder, or a quoted pattern, also below s3://.",
             show_default=False,
         ),
     ],
-    target: Annotated[Path, typer.Option("--out", "-o", help="A new JSONL file.", show_default=False)],
+    target: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", help="A new JSONL file; for webdataset, parquet and tsv, a folder.", show_default=False
+        ),
+    ],
     images: Annotated[
         Path | None,
         typer.Option(
@@ -98,10 +107,26 @@ def import_(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="yolo: data.yaml or classes.txt. Unset: the one in the folder of labels, or up to two above.",
+            help="yolo: data.yaml or classes.txt. Unset: the one in the folder of labels, or up to two above. "
+            "webdataset, parquet, tsv: the same, for classes that are numbers.",
         ),
     ] = None,
-    key: Annotated[str, typer.Option(help="labelstudio: the key of the image in the data of a task.")] = "image",
+    key: Annotated[
+        str,
+        typer.Option(
+            help="labelstudio: the key of the image in the data of a task. parquet: the column of images."
+        ),
+    ] = "image",
+    boxes: Annotated[
+        Literal["xywh", "xyxy"] | None,
+        typer.Option(help="webdataset, parquet: what the numbers of a bbox are. COCO has xywh. tsv: unset, xyxy."),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="webdataset, parquet, tsv: only a part of the files, 0/16 to 15/16; finished ones are skipped."
+        ),
+    ] = None,
 ) -> None:
     """Convert another format to a JSONL file of records, in pixels.
 
@@ -112,31 +137,46 @@ def import_(
     labelme: JSON files: rectangles, polygons and circles (as polygons).
 
     labelstudio: the JSON export: rectangles and polygons of the latest annotation of each task.
+
+    webdataset, tsv: tars, or the TSV of Rex-Omni; images stay in them. parquet: as of Hugging Face's datasets;
+    images are copied to tars.
     """
     added = find_extensions("importers", taken=frozenset(OPTIONS))
     if form not in OPTIONS and form not in added:
         known = ", ".join([*OPTIONS, *added])
         raise UserError(f"{form} is not a format that can be imported", f"use one of these: {known}")
     refuse_without_effect(context, form, OF_ALL | OPTIONS.get(form, OF_EXTENSIONS))
+    from coordexp.cli.shards import print_records, run_shards
     from coordexp.data import importers
 
-    rules = importers.Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask)
-    tally = importers.ImportCounts()
+    rules = importers.Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask, boxes)
+    if form in PACKED:
+        need("PIL", extra="train")
+        if form == "tsv" and boxes is None:
+            rules = replace(rules, boxes="xyxy")
+        classes = None if names is None else importers.read_classes(names)
+        sources = importers.find_sources(source, form)
+        job = importers.ImportJob(form, sources, target, rules, classes, key)
+        print_records(run_shards(job, shard, "importing"), target)
+        return
+    tally, path = importers.ImportCounts(), Path(source)
+    if not path.exists():
+        raise UserError(describe_missing(source), RELATIVE_PATHS)
     match form:
         case "coco" | "lvis":
             read = importers.read_coco if form == "coco" else importers.read_lvis
-            found = read(source, _need_images(images), rules, tally)
+            found = read(path, _need_images(images), rules, tally)
         case "yolo":
             need("PIL", extra="train")
-            source, folder, names = _find_yolo(source, images, names, split)
-            found = importers.read_yolo(source, folder, names, tally)
+            path, folder, names = _find_yolo(path, images, names, split)
+            found = importers.read_yolo(path, folder, names, tally)
         case "labelme":
-            found = importers.read_labelme(source, images, tally)
+            found = importers.read_labelme(path, images, tally)
         case "labelstudio":
-            found = importers.read_labelstudio(source, _need_images(images), key, tally)
+            found = importers.read_labelstudio(path, _need_images(images), key, tally)
         case _:
-            found = load_extension(added[form])(source, tally)
-    _import(source, found, target, rules, tally)
+            found = load_extension(added[form])(path, tally)
+    _import(path, found, target, rules, tally)
 
 
 def _need_images(folder: Path | None) -> Path:
@@ -178,19 +218,17 @@ def _import(
             is_about_source = isinstance(error, UserError) and not str(error).startswith(str(source))
             where = f"{source}: " if is_about_source else ""
             raise UserError(f"nothing was written: {where}{shorten(str(error))}") from error
-    _print_tally(tally)
-    out.print(f"wrote {target}: {tally.images:,} images, {tally.objects:,} objects", markup=False)
+    print_tally(tally, target)
 
 
-def _print_tally(tally: "ImportCounts") -> None:
-    """Print one line per reason for which something was dropped, changed or noted."""
-    if not tally.entries:
-        out.print("nothing was dropped or changed")
-        return
+def print_tally(tally: "ImportCounts", target: Path) -> None:
+    """Print one line per reason for which something was dropped, changed or noted, and what was written."""
     styles = {"dropped": "red", "changed": "yellow", "noted": "dim"}
-    width = max(len(entry.reason) for entry in tally.entries)
-    out.print(Text(f"{'':<8} {'count':>9}  {'what':<{width}}  first", style="bold"))
+    width = max((len(entry.reason) for entry in tally.entries), default=0)
+    head = f"{'':<8} {'count':>9}  {'what':<{width}}  first" if width else "nothing was dropped or changed"
+    out.print(Text(head, style="bold" if width else ""))
     for entry in tally.entries:
         line = Text(f"{entry.effect:<8}", style=styles[entry.effect])
         line.append(f" {entry.count:>9,}  {entry.reason:<{width}}  ", style="default")
         out.print(line.append(sanitize(entry.first), style="dim"))
+    out.print(f"wrote {target}: {tally.images:,} images, {tally.objects:,} objects", markup=False)

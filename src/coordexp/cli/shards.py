@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coordexp.cli.console import JsonOption, bar, err, interruptible, out, progress, sanitize
+from coordexp.cli.console import JsonOption, bar, err, interruptible, need_new_file, out, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
+    from coordexp.data.importers import ImportJob
+    from coordexp.data.pack import ExportJob
     from coordexp.data.shards import Manifest, Shard
     from coordexp.detect.shards import PredictionJob
 
 SHARDS_PER_WORKER = 8  # so that workers of different speed end together
 
 app = typer.Typer(
-    help="Show and join what `predict --shard` and `data doctor --shard` made.", no_args_is_help=True
+    help="Show and join what `predict --shard`, `data doctor --shard` and the like made.", no_args_is_help=True
 )
 FolderArgument = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="The folder of the shards.", show_default=False)
@@ -48,26 +50,67 @@ def merge(
     folder: FolderArgument,
     to: Annotated[
         Path | None,
-        typer.Option("--out", "-o", dir_okay=False, help="Of predictions: preds.json, as for `predict`."),
+        typer.Option(
+            "--out", "-o", dir_okay=False, help="Of predictions: preds.json, as for `predict`. Of records: JSONL."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`."""
+    """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`, or
+    write the records of an import or export to one file."""
     from coordexp.data.shards import read_finished
 
     manifests = read_finished(folder)
-    is_doctor = manifests[0].command == "doctor"
+    command = manifests[0].command
+    if command == "export parquet":
+        raise UserError("shards of Parquet are not joined", f"read all of them: {folder}/*.parquet")
+    is_doctor = command == "doctor"
     if is_doctor and to is not None:
         raise UserError("--out has no effect for shards of `data doctor`", "leave it out, or add --json")
     if not is_doctor and (to is None or as_json):
-        raise UserError("the answers of shards are written to files", "give --out preds.json, without --json")
+        file = "preds.json" if command == "predict" else "train.jsonl"
+        raise UserError(f"the results of `{command}` are written to files", f"give --out {file}, without --json")
     if to is not None:
-        merge_predictions(folder, manifests, to)
+        (merge_predictions if command == "predict" else merge_records)(folder, manifests, to)
         return
     from coordexp.cli.data import show_report
     from coordexp.data.doctor.shards import merge_facts
 
     show_report(merge_facts(folder, manifests), manifests[0].request["max_length"], as_json)
+
+
+def run_shards(job: "ImportJob | ExportJob", shard: str | None, message: str) -> "list[Manifest]":
+    """Make those of the shards of a job, or of a part of them, that are not finished. Return the manifests of all
+    of them."""
+    from coordexp.data.shards import Shard, survey
+
+    numbers = Shard.parse(shard).cut(job.shards) if shard else range(job.shards)
+    for number in numbers:
+        with progress(f"{message}, file {number + 1} of {job.shards}") as show:
+            job(number, show)
+    finished = survey(job.folder).finished if numbers else {}
+    return [finished[number] for number in numbers]
+
+
+def merge_records(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:
+    """Write the records of all shards of an import or export to one file, and say what is in it."""
+    from coordexp.data.shards import join_records
+
+    need_new_file(to)
+    with progress(f"joining {folder}"):
+        join_records(folder, manifests, to)
+    print_records(manifests, to)
+
+
+def print_records(manifests: "Sequence[Manifest]", target: Path) -> None:
+    """Print how many records an import or export has written to a folder or a file, and what it left out."""
+    from coordexp.cli.data_import import print_tally
+    from coordexp.data.importers import ImportCounts
+
+    tally = ImportCounts()
+    for manifest in manifests:
+        tally.add_dict(manifest.counts, manifest.data)
+    print_tally(tally, target)
 
 
 def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:

@@ -78,7 +78,7 @@ def export_coco(path: Path, target: Path, images: Path, notify: Callable[[str], 
                 objects += 1
                 ids = {"id": objects, "image_id": image_id, "category_id": classes[item.desc]}
                 write(b",\n" if objects > 1 else b"\n")
-                write(_to_json(ids | _to_annotation(record, item)))
+                write(_to_json(ids | to_annotation(record, item)))
             notify(f"line {line:,}")
         write(b"]}\n")
     return ExportReport(len(seen), objects, len(classes))
@@ -151,7 +151,7 @@ def _name_in(images: Path, path: Path, line: int, record: Record) -> str:
     return name.as_posix()
 
 
-def _to_annotation(record: Record, item: RecordObject) -> dict[str, Any]:
+def to_annotation(record: Record, item: RecordObject) -> dict[str, Any]:
     """Return an object as COCO has it. The area of a polygon is that of its mask, as in COCO."""
     from pycocotools import mask as rle
 

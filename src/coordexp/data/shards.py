@@ -9,26 +9,36 @@ All shards of a job write into one folder:
 
 A finished shard is not done again, and one that was killed is. The manifest says what decided the result, so that
 results of another model, data file or setting are refused instead of joined.
+
+An import has a shard for every file of its source, and an export one for every 10,000 records.
 """
 
 import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from coordexp.data.records import check_value
+from coordexp.data.addresses import move_address
+from coordexp.data.records import check_value, read_records
 from coordexp.errors import DataError, UserError, explain
-from coordexp.files import write_json, write_whole
+from coordexp.files import write_json, write_parts
 
 LOCKS = "shards.lock"
-SUFFIXES = {"predict": ".answers.jsonl", "doctor": ".facts.jsonl"}  # of the results of each command
+Command = Literal["predict", "doctor", "import", "export webdataset", "export parquet"]
+SUFFIXES: dict[Command, str] = {
+    "predict": ".answers.jsonl",
+    "doctor": ".facts.jsonl",
+    "import": ".records.jsonl",
+    "export webdataset": ".records.jsonl",
+    "export parquet": ".parquet",
+}  # of the results of each command
 HASHES = ("model", "data")  # parts of a request that are hashes; an error message does not show their values
 SHOWN = 10  # numbers of shards in a message
 _FILE = re.compile(r"(\d{5,})-of-(\d{5,})(\.json|\.unfinished\.jsonl)")
@@ -69,15 +79,15 @@ class Manifest:
     """Describes a finished shard and its result. `begin` and `end` bound its part of the data, in records or in
     bytes. `request` has everything that decided the result, and `sha256` is the hash of the result."""
 
-    command: Literal["predict", "doctor"]
+    command: Command
     shard: int
     shards: int
     begin: int
     end: int
     data: str
     request: dict[str, Any]
-    counts: dict[str, int]
-    sha256: str
+    counts: dict[str, int] = field(default_factory=dict)
+    sha256: str = ""
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -87,19 +97,32 @@ def manifest_path(folder: Path, shard: Shard) -> Path:
     return folder / f"{shard.name}.json"
 
 
-def result_path(folder: Path, shard: Shard, command: str) -> Path:
+def result_path(folder: Path, shard: Shard, command: Command) -> Path:
     return folder / f"{shard.name}{SUFFIXES[command]}"
 
 
-def finish(folder: Path, manifest: Manifest, content: bytes) -> None:
-    """Write the result of a shard, and then its manifest."""
+def finish(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a shard whose result has been written, with the hash of that."""
     shard = Shard(manifest.shard, manifest.shards)
-    write_whole(result_path(folder, shard, manifest.command), content)
-    write_json(manifest_path(folder, shard), asdict(manifest))
+    sha256 = _hash_file(result_path(folder, shard, manifest.command))
+    write_json(manifest_path(folder, shard), asdict(replace(manifest, sha256=sha256)))
 
 
-def hash_content(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def make_shard(folder: Path, manifest: Manifest, write: Callable[[Path], dict[str, int]]) -> bool:
+    """Make a shard and return True, or False if it was finished before. `write` writes the result to a path, and
+    returns the counts that the manifest still lacks."""
+    shard = Shard(manifest.shard, manifest.shards)
+    with claim(folder, shard):
+        if is_finished(folder, shard, manifest.request):
+            return False
+        counts = write(result_path(folder, shard, manifest.command))
+        finish(folder, replace(manifest, counts=counts))
+    return True
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_finished(folder: Path, shard: Shard, request: dict[str, Any]) -> bool:
@@ -201,14 +224,23 @@ def read_finished(folder: Path) -> list[Manifest]:
         path = manifest_path(folder, shard)
         check_same_request(path, manifest.request, manifests[0].request)
         result = result_path(folder, shard, manifest.command)
-        content = result.read_bytes() if result.is_file() else b""
-        if hash_content(content) != manifest.sha256 or manifest.begin != end:
+        if not result.is_file() or _hash_file(result) != manifest.sha256 or manifest.begin != end:
             raise DataError(
                 f"{result} is not what its shard wrote",
                 f"remove {path} and run --shard {shard} again",
             )
         end = manifest.end
     return manifests
+
+
+def join_records(folder: Path, manifests: Sequence[Manifest], to: Path) -> None:
+    """Write the records of all shards to one file. `manifests` are those of `read_finished`."""
+    with write_parts(to) as write:
+        for manifest in manifests:
+            path = result_path(folder, Shard(manifest.shard, manifest.shards), manifest.command)
+            for _, record in read_records(path):
+                image = move_address(record.image, folder, to.parent)
+                write(f"{replace(record, image=image).as_json()}\n")
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -13,6 +13,7 @@ Clients, threads and locks are those of one process. A fork begins with none.
 """
 
 import errno
+import io
 import ipaddress
 import itertools
 import os
@@ -24,11 +25,11 @@ from concurrent.futures import Future
 from functools import lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 from coordexp.data.addresses import Address, ImageError, check_end, find_url_problem, is_url, parse_address
 from coordexp.data.image_cache import ImageCache
-from coordexp.errors import StoreError, UserError, need_packages
+from coordexp.errors import DataError, StoreError, UserError, explain, need_packages
 from coordexp.logs import say
 from coordexp.tasks import Task
 
@@ -39,6 +40,7 @@ CONNECT_S = 10.0
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two attempts: the first pause, which doubles, and the longest one
 SAID_AFTER_S = 10.0  # without an answer, and between two messages about it
 LARGEST = 2**28  # bytes of an image
+BLOCK = 2**23  # bytes of an object that is read in order, which are read at once
 MOST_REDIRECTS = 5
 READERS = 32  # threads that read ahead
 MOST_AHEAD = 4096  # images that wait to be read ahead
@@ -158,7 +160,13 @@ class _Reader:
                 future.set_result(content)
 
     def fetch(self, address: Address) -> bytes:
-        """Read from the store, and keep what was read in the cache. Try again until the deadline."""
+        """Read from the store, and keep what was read in the cache."""
+        content = self.ask(address)
+        self._has_no_cache = not open_cache().put(_key(address), content)
+        return content
+
+    def ask(self, address: Address) -> bytes:
+        """Read from the store. Try again until the deadline."""
         scheme, began = address.location.partition("://")[0], time.monotonic()
         attempt = self._read_http if scheme in ("http", "https") else self._read_with_fsspec
         for number in itertools.count():
@@ -181,7 +189,6 @@ class _Reader:
             raise ImageError(f"larger than {LARGEST:,} bytes")
         if address.size is not None:
             check_end(address.size, len(content))
-        self._has_no_cache = not open_cache().put(_key(address), content)
         return content
 
     def _report(self, address: Address, waited: float, reason: str) -> None:
@@ -199,13 +206,15 @@ class _Reader:
 
     # fsspec
 
-    def _read_with_fsspec(self, address: Address, deadline: float) -> bytes:
-        scheme = address.location.partition("://")[0]
+    def open_system(self, scheme: str) -> Any:
         package, extra = PACKAGES[scheme]
         need_packages(f"reading {scheme}:// images", package, extra=extra)
         import fsspec  # type: ignore[import-untyped]
 
-        system = self._client(scheme, partial(fsspec.filesystem, scheme, skip_instance_cache=True))
+        return self._client(scheme, partial(fsspec.filesystem, scheme, skip_instance_cache=True))
+
+    def _read_with_fsspec(self, address: Address, deadline: float) -> bytes:
+        system = self.open_system(address.location.partition("://")[0])
         end = address.offset + (LARGEST + 1 if address.size is None else address.size)
         # The names are needed: these are not the second and the third argument of all implementations.
         task = Task[bytes](partial(system.cat_file, address.location, start=address.offset, end=end))
@@ -253,6 +262,51 @@ class _Reader:
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise _NoAnswer(_describe(error)) from error
         raise _NoAnswer(f"more than {MOST_REDIRECTS} redirects")
+
+
+def list_objects(pattern: str) -> dict[str, int]:
+    """Return the URLs that match a URL, in which `*` may stand for any name, and the sizes of their objects."""
+    location = parse_address(pattern).location
+    check_allowed(location)
+    scheme = location.partition("://")[0]
+    if scheme not in PACKAGES:
+        raise UserError(f"{location}: files are read from {', '.join(PACKAGES)}", "download it, and give its path")
+    try:
+        entries = _reader.open_system(scheme).glob(location, detail=True)
+    except Exception as error:
+        raise _refused(Address(location), _describe(error)) from error
+    return {f"{scheme}://{name}": item["size"] for name, item in sorted(entries.items()) if item["type"] == "file"}
+
+
+def open_object(url: str) -> IO[bytes]:
+    """Open an object to read it in order. Raise DataError if it does not exist."""
+    if (size := list_objects(url).get(url)) is None:
+        raise DataError(f"{url} does not exist", "correct the URL")
+    return io.BufferedReader(_Object(url, size), BLOCK)
+
+
+class _Object(io.RawIOBase):
+    """An object as a file. Whatever goes wrong with it raises a StoreError, and breaks no image in it."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self._url, self._size, self._position = url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), BLOCK, self._size - self._position))
+        with explain(OSError, self._url, "give it again when it does not change any more", to=StoreError):
+            buffer[:size] = _reader.ask(Address(self._url, self._position, size))
+        self._position += size
+        return size
 
 
 def _read_response(response: Any, address: Address, deadline: float) -> bytes:

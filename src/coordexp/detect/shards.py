@@ -23,14 +23,13 @@ from coordexp.data.shards import (
     Shard,
     claim,
     finish,
-    hash_content,
     is_finished,
     result_path,
 )
 from coordexp.detect.answering import API_KEY, Answering, AnswerOptions, AskedModel, Backend, Generator
 from coordexp.detect.predicting import Source, UnfinishedPredictions, identify
 from coordexp.errors import DataError
-from coordexp.files import write_parts
+from coordexp.files import write_parts, write_whole
 from coordexp.tasks import ignore
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class ShardPredictor:
                 f"{job.folder}: the unfinished answers of shard {shard} are about other images",
                 f"remove {shard.name}.unfinished.jsonl, and make the shard again",
             )
-        content = "".join(map(to_line, answers)).encode(errors="backslashreplace")
+        write_whole(result_path(job.folder, shard, "predict"), "".join(map(to_line, answers)))
         counts = {
             "images": len(greedy),
             "objects": sum(len(answer.valid) for answer in greedy),
@@ -138,11 +137,8 @@ class ShardPredictor:
             "truncated": sum(answer.is_truncated for answer in greedy),
             "unreadable": sum(not answer.was_asked for answer in greedy),
         }
-        data, sha256 = str(job.data.absolute()), hash_content(content)
-        manifest = Manifest(
-            "predict", shard.number, shard.count, part.start, part.stop, data, self.request, counts, sha256
-        )
-        finish(job.folder, manifest, content)
+        place = (shard.number, shard.count, part.start, part.stop, str(job.data.absolute()))
+        finish(job.folder, Manifest("predict", *place, self.request, counts))
 
 
 def merge_shards(

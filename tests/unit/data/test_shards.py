@@ -12,7 +12,6 @@ from coordexp.data.shards import (
     Shard,
     claim,
     finish,
-    hash_content,
     is_finished,
     manifest_path,
     read_finished,
@@ -43,8 +42,8 @@ def test_a_shard_has_a_number_from_0_and_below_the_count():
 def write_shard(folder: Path, number: int, count: int = 3, request: dict = REQUEST, content: bytes = b"line\n"):
     """Write the result of a shard with ten records."""
     part = (10 * number, 10 * number + 10)
-    manifest = Manifest("predict", number, count, *part, "d.jsonl", request, {"images": 10}, hash_content(content))
-    finish(folder, manifest, content)
+    result_path(folder, Shard(number, count), "predict").write_bytes(content)
+    finish(folder, Manifest("predict", number, count, *part, "d.jsonl", request, {"images": 10}))
 
 
 def test_only_a_shard_with_a_manifest_is_finished_and_only_for_its_own_request(tmp_path):

@@ -7,34 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from coordexp.data.doctor.examine import DataReport, Facts, conclude, cut_parts, read_facts
-from coordexp.data.shards import (
-    Manifest,
-    Shard,
-    claim,
-    finish,
-    hash_content,
-    is_finished,
-    result_path,
-)
+from coordexp.data.shards import Manifest, Shard, make_shard, result_path
+from coordexp.files import write_whole
 
 
 def examine_shard(path: Path, folder: Path, shard: Shard, request: dict[str, Any], **options: Any) -> bool:
     """Write the facts about a shard of a file and return True, or False if it was finished before. `request` is
     what decides the facts. `options` are those of `read_facts`."""
-    with claim(folder, shard):
-        if is_finished(folder, shard, request):
-            return False
-        parts = cut_parts(path, shard)
+    parts = cut_parts(path, shard)
+
+    def write(result: Path) -> dict[str, int]:
         lines, counts = list[str](), {"lines": 0, "records": 0, "objects": 0}
         for count, facts in read_facts(path, parts=parts, **options):
             lines.append(f"{json.dumps([count, _encode(facts), _encode(facts.suspicions)])}\n")
             for name, number in (("lines", count), ("records", facts.records), ("objects", facts.objects)):
                 counts[name] += number
-        content = "".join(lines).encode()
-        begin, end, sha256 = parts[0][0], parts[-1][1], hash_content(content)
-        place = (shard.number, shard.count, begin, end, str(path))
-        finish(folder, Manifest("doctor", *place, request, counts, sha256), content)
-    return True
+        write_whole(result, "".join(lines))
+        return counts
+
+    place = (shard.number, shard.count, parts[0][0], parts[-1][1], str(path))
+    return make_shard(folder, Manifest("doctor", *place, request), write)
 
 
 def merge_facts(folder: Path, manifests: list[Manifest]) -> DataReport:

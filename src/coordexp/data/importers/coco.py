@@ -88,7 +88,7 @@ def _read_document(
         objects = [_read_object(annotation, names, size, rules, counts) for annotation in kept]
         unlabelled = {annotation["category_id"] for annotation in own if _is_dropped_crowd(annotation, rules)}
         exhaustive = _find_exhaustive(image, own, names, unlabelled, is_lvis)
-        yield SourceImage(path, *size, tuple(objects), _keep_id(id, "image", counts), exhaustive)
+        yield SourceImage(path, *size, tuple(objects), keep_id(id, "image", counts), exhaustive)
 
 
 def _is_dropped_crowd(annotation: JsonObject, rules: Rules) -> bool:
@@ -180,11 +180,11 @@ def _read_object(
         counts.add("changed", "bbox that is not four numbers: it is ignored", where)
     if rules.geometry != "box" or box is None:
         with counts.dropping(where):
-            rings = _read_rings(annotation.get("segmentation"), size, where, counts)
-    return SourceObject(names[category], where, box, tuple(rings), _keep_id(category, "category", counts))
+            rings = read_rings(annotation.get("segmentation"), size, where, counts)
+    return SourceObject(names[category], where, box, tuple(rings), keep_id(category, "category", counts))
 
 
-def _keep_id(id: int | str, what: str, counts: ImportCounts) -> int | None:
+def keep_id(id: int | str, what: str, counts: ImportCounts) -> int | None:
     """Return the id for the record, from which predictions take it, or None: COCO's tools know only whole
     numbers."""
     if isinstance(id, int) and 0 <= id < LARGEST_ID:
@@ -197,7 +197,7 @@ def _describe(annotation: JsonObject) -> str:
     return f"annotation {annotation.get('id')!r} of image {annotation.get('image_id')!r}"
 
 
-def _read_rings(value: Any, size: tuple[int, int], where: str, counts: ImportCounts) -> list[Ring]:
+def read_rings(value: Any, size: tuple[int, int], where: str, counts: ImportCounts) -> list[Ring]:
     if not value and not isinstance(value, str | dict):
         return []
     if isinstance(value, dict):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coordexp.data.addresses import is_url
 from coordexp.data.geometry import GeometryKind, box_ring, is_degenerate, is_valid_count, ring_area, to_bin
 from coordexp.data.importers.source import (
     Dropped,
@@ -46,7 +47,7 @@ def convert_object(
                 rounded = tuple(round(value, 3) for value in kept)
                 if is_degenerate(kind, tuple(to_bin(value, size[k % 2]) for k, value in enumerate(rounded))):
                     raise Dropped("object that has no area in 1,000 bins")
-                yield RecordObject(source.desc, kind, rounded, source.category_id)
+                yield RecordObject(source.desc, kind, rounded, source.category_id, source.meta)
 
 
 def _choose_shapes(source: SourceObject, rules: Rules, counts: ImportCounts) -> list[KindAndCoords]:
@@ -187,7 +188,7 @@ def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: Impor
         return None
     if not objects:
         counts.add("noted", "image without objects: kept", str(image.path))
-    if not image.path.is_file():
+    if isinstance(image.path, Path) and not image.path.is_file():
         counts.missing += 1
         counts.first_missing = counts.first_missing or str(image.path)
         if rules.missing == "drop":
@@ -198,11 +199,12 @@ def _convert_image(image: SourceImage, folder: Path, rules: Rules, counts: Impor
             "image file that does not exist: its record is written, and training would stop at it",
             str(image.path),
         )
+    address = str(image.path)
     classes = tuple(dict.fromkeys(item.desc for item in objects)) if rules.ask == "classes" else ()
     lost = {desc for desc, items in converted if not items}
     exhaustive = image.exhaustive and tuple(desc for desc in image.exhaustive if desc not in lost)
     return Record(
-        _relative_path(image.path, folder),
+        address if is_url(address) else _relative_path(Path(address), folder),
         *size,
         "pixel",
         objects,

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, cast
 
+from coordexp.data.addresses import ImageError
 from coordexp.data.images import read_image_size
 from coordexp.errors import DataError, explain, need_packages
 from coordexp.files import is_encodable, read_file
@@ -38,6 +39,7 @@ class Rules:
     outside: Literal["clip", "drop", "refuse"] = "clip"
     tolerance: float = 0.0  # pixels by which a polygon may move to save vertices
     ask: Literal["all", "classes"] = "all"  # classes: each record asks for the classes of its objects
+    boxes: Literal["xywh", "xyxy"] | None = None  # what the numbers of a box are; None: the source has to state it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,14 @@ class SourceObject:
     box: Box | None
     rings: tuple[Ring, ...] = ()
     category_id: int | None = None
+    meta: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceImage:
-    path: Path
+    """An image of a source: the path of its file, or its address as a str (`coordexp.data.addresses`)."""
+
+    path: Path | str
     width: int
     height: int
     objects: tuple[SourceObject, ...]
@@ -85,17 +90,33 @@ class ImportCounts:
         self._counts: Counter[tuple[Effect, str]] = Counter()
         self._firsts: dict[tuple[Effect, str], str] = {}
 
-    def add(self, effect: Effect, reason: str, where: str) -> None:
-        self._counts[effect, reason] += 1
+    def add(self, effect: Effect, reason: str, where: str, count: int = 1) -> None:
+        self._counts[effect, reason] += count
         self._firsts.setdefault((effect, reason), where)
 
     @contextmanager
     def dropping(self, where: str) -> Iterator[None]:
-        """Count a `Dropped` that is raised in the block, and go on behind it."""
+        """Count a `Dropped` or an image that cannot be read in the block, and go on behind it."""
         try:
             yield
         except Dropped as reason:
             self.add("dropped", str(reason), where)
+        except ImageError:
+            self.add("dropped", "image that cannot be read", where)
+
+    def as_dict(self) -> dict[str, int]:
+        """Return all counts by name, for the manifest of a shard."""
+        reasons = {f"{entry.effect}: {entry.reason}": entry.count for entry in self.entries}
+        return {"images": self.images, "objects": self.objects} | reasons
+
+    def add_dict(self, counts: Mapping[str, int], where: str) -> None:
+        """Add the counts of a shard, which `as_dict` returned."""
+        for name, count in counts.items():
+            effect, _, reason = name.partition(": ")
+            if name in ("images", "objects"):
+                setattr(self, name, getattr(self, name) + count)
+            else:
+                self.add(cast(Effect, effect), reason, where, count)
 
     @property
     def entries(self) -> tuple[ReasonCount, ...]:
@@ -142,14 +163,16 @@ def read_size(
     return size
 
 
+def is_name(value: Any) -> TypeGuard[str]:
+    """Return True if a value can be the `desc` of an object. Half of a character (a lone surrogate) cannot."""
+    return isinstance(value, str) and bool(value.strip()) and is_encodable(value)
+
+
 def check_name(value: Any, where: str) -> str:
     """Return the name of a class. Raise DataError if it cannot be the `desc` of an object."""
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(
-            f"{where}: {value!r} is not a name", "give every class a text as its name; quote it if it is a number"
-        )
-    if not is_encodable(value):
-        raise DataError(f"{where}: {value!r} contains half a character (a lone surrogate)", "correct the name")
+    if not is_name(value):
+        fix = "give every class a text as its name, without half characters; quote it if it is a number"
+        raise DataError(f"{where}: {value!r} is not a name", fix)
     return value
 
 

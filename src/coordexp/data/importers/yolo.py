@@ -21,7 +21,7 @@ _NAMES_FILES = ("data.yaml", "data.yml", "classes.txt")
 
 
 def read_yolo(labels: Path, images: Path, names: Path | None, counts: ImportCounts) -> Iterator[SourceImage]:
-    classes = _read_classes(names or _find_names_file(labels))
+    classes = read_classes(names or _find_names_file(labels))
     paths = _find_images(images)
     for name in sorted(p.relative_to(labels).with_suffix("") for p in labels.rglob("*.txt")):
         if name not in paths and name.name != "classes":
@@ -66,7 +66,7 @@ def _find_names_file(labels: Path) -> Path:
     )
 
 
-def _read_classes(path: Path) -> dict[int, str]:
+def read_classes(path: Path) -> dict[int, str]:
     """Return the names by class number. Numbers may have gaps in data.yaml."""
     if path.suffix not in (".yaml", ".yml"):
         with explain((OSError, ValueError), f"{path}: cannot be read", "give data.yaml or classes.txt"):

@@ -1,0 +1,224 @@
+"""Read packed data sets: WebDataset tars, Parquet as Hugging Face's datasets write it, and TSV as Rex-Omni has it.
+
+    000012.jpg and 000012.json in a tar     the members of a sample have one name, up to its first dot
+    image, objects in a Parquet file        an image is {"bytes": ..., "path": ...}, or its bytes
+    17 <tab> {"boxes": [...]}               in NAME.annotations.tsv: the byte at which the image's line begins in
+    name <tab> base64                       NAME.images.tsv
+
+The images of a tar or a TSV stay where they are: records have their addresses. Parquet has no places of images, as
+its pages are compressed, so they are copied to a tar. A source is read once, from its beginning to its end, so it
+may be in a store. Members of a row are read as `coordexp.data.importers.rows` says.
+"""
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, Any
+
+from coordexp.data import stores
+from coordexp.data.addresses import decode_base64, is_url
+from coordexp.data.importers.rows import CLASSES, ID_KEYS, LISTS, SIZE_KEYS, Names, RowReader
+from coordexp.data.importers.shape import write_records
+from coordexp.data.importers.source import Dropped, ImportCounts, Rules, SourceImage
+from coordexp.data.importers.yolo import SUFFIXES
+from coordexp.data.pack import image_suffix, write_tar
+from coordexp.data.records import load_strictly
+from coordexp.data.shards import Manifest, make_shard
+from coordexp.errors import DataError, explain, need_packages
+from coordexp.files import RELATIVE_PATHS, describe_missing, match_files, open_file
+from coordexp.tasks import ignore
+
+ENDINGS = {"webdataset": ".tar", "parquet": ".parquet", "tsv": "annotations.tsv"}  # of the files in a folder
+ROWS = 32  # of Parquet that are in memory at a time
+_SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
+
+
+def find_sources(name: str, form: str) -> dict[str, int]:
+    """Return the files that a path, a folder, a pattern or a URL with a pattern stands for, and their sizes."""
+    if is_url(name):
+        sizes = stores.list_objects(name)
+    else:
+        folder = Path(name)
+        files = sorted(folder.rglob(f"*{ENDINGS[form]}")) if folder.is_dir() else match_files(name)
+        sizes = {str(file.absolute()): file.stat().st_size for file in files}
+    if not sizes:
+        raise DataError(describe_missing(name), f"{RELATIVE_PATHS}; of a folder, files *{ENDINGS[form]} are read")
+    return sizes
+
+
+def _open(location: str) -> IO[bytes]:
+    return stores.open_object(location) if is_url(location) else open_file(Path(location))
+
+
+def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
+    problem, fix = f"{location}: not a tar that can be read", "give tars that are complete and not compressed"
+    with (
+        _open(location) as file,
+        explain((tarfile.TarError, OverflowError), problem, fix),  # a place beyond all files: OverflowError
+        tarfile.open(fileobj=file, mode="r:") as tar,
+    ):
+        for key, members in groupby(_list_members(tar, location, reader.counts), key=itemgetter(0)):
+            where = f"{location}: {key}"
+            with reader.counts.dropping(where):
+                yield _read_sample(location, list(members), where, reader)
+        file.seek(tar.offset)  # tarfile takes a damaged header for the end
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise tarfile.ReadError(f"damaged at byte {tar.offset:,}")
+
+
+def _list_members(
+    tar: tarfile.TarFile, location: str, counts: ImportCounts
+) -> Iterator[tuple[str, str, tarfile.TarInfo, IO[bytes]]]:
+    """Yield the name of the sample, the kind, the place and the content of every file in a tar."""
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # type: ignore[attr-defined] # which would grow with the tar
+        match = _SAMPLE.fullmatch(member.name)
+        if member.size < 0:  # tarfile would go back, and read the same members for ever
+            raise tarfile.ReadError(f"member {member.name} of a negative size")
+        file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+        if match and file is not None:
+            yield match[1], match[2].lower(), member, file
+        elif not member.isdir():
+            counts.add("dropped", "member that is no file with a suffix", f"{location}: {member.name}")
+
+
+def _read_sample(location: str, members: list[Any], where: str, reader: RowReader) -> SourceImage:
+    files = {kind: file for _, kind, _, file in members}
+    images = [(kind, place) for _, kind, place, _ in members if f".{kind}" in (".gif", *SUFFIXES)]
+    if len(files) < len(members) or len(images) != 1:
+        raise Dropped("sample that does not have exactly one image and at most one member of each kind")
+    ((kind, place),) = images
+    if files.keys() - {"json", kind}:
+        reader.counts.add("noted", "sample with members that are neither an image nor .json: not read", where)
+    row = _parse_row(files["json"].read()) if "json" in files else {}
+    return reader.read(row, f"{location}#bytes={place.offset_data}:{place.size}", files[kind], where)
+
+
+def _parse_row(text: bytes) -> dict[str, Any]:
+    try:
+        row = load_strictly(text)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise Dropped("labels that are not a JSON object")
+    return row
+
+
+def read_tsv(location: str, reader: RowReader) -> Iterator[SourceImage]:
+    folder, slash, name = location.rpartition("/")
+    images = f"{folder}{slash}{name.replace('annotations', 'images')}"
+    if images == location:
+        raise DataError(f"{location}: its name does not say which file has the images", "give *annotations.tsv")
+    with _open(location) as file, _open(images) as image_file:
+        for number, line in enumerate(file, start=1):
+            where = f"{location}:{number}"
+            with reader.counts.dropping(where):
+                offset, _, labels = line.partition(b"\t")
+                if not re.fullmatch(rb"\d{1,18}", offset):
+                    raise Dropped("line that is not the place of an image and its labels")
+                image_file.seek(int(offset))
+                key, _, content = image_file.readline().rstrip(b"\r\n").partition(b"\t")
+                begin = int(offset) + len(key) + 1
+                if content.startswith(b"b'"):  # as Python prints bytes
+                    begin, content = begin + 2, content[2:-1]
+                image = io.BytesIO(decode_base64(content))
+                address = f"{images}#bytes={begin}:{len(content)};base64"
+                yield reader.read(_parse_row(labels), address, image, where)
+
+
+def read_parquet(
+    location: str, reader: RowReader, column: str, add: Callable[[str, bytes], str]
+) -> Iterator[SourceImage]:
+    """Yield the images of the rows. `column` has the images, and `add` copies one and returns its new address."""
+    need_packages("Parquet", "pyarrow")
+    import pyarrow  # type: ignore[import-not-found]
+    from pyarrow import parquet
+
+    problem = f"{location}: not Parquet that can be read"
+    with _open(location) as file, explain(pyarrow.ArrowException, problem, "give complete files"):
+        table = parquet.ParquetFile(file)
+        schema = table.schema_arrow
+        if column not in schema.names:
+            problem = f"{location}: no column {column}; it has {', '.join(schema.names)}"
+            raise DataError(problem, "name that of the images with --key")
+        if reader.names is None:
+            reader = replace(reader, names=_find_class_names(schema.metadata or {}))
+        columns = [key for key in (column, *SIZE_KEYS, *ID_KEYS, *LISTS) if key in schema.names]
+        rows = (row for batch in table.iter_batches(ROWS, columns=columns) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            where = f"{location}, row {number}"
+            with reader.counts.dropping(where):
+                image = row.pop(column)
+                content = image.get("bytes") if isinstance(image, dict) else image
+                if not isinstance(content, bytes):
+                    raise Dropped("row without the bytes of an image")
+                address = add(f"{number:09}{image_suffix(content)}", content)
+                yield reader.read(row, address, io.BytesIO(content), where)
+
+
+def _find_class_names(metadata: Mapping[bytes, bytes]) -> Names:
+    """Return the names of the classes of labels, if Hugging Face's datasets have kept them beside the schema."""
+    features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    for labels in (_unwrap(features.get(key)) for key in LISTS):
+        for feature in (_unwrap(labels.get(key)) for key in CLASSES):
+            if feature.get("_type") == "ClassLabel":
+                return dict(enumerate(feature["names"]))
+    return None
+
+
+def _unwrap(feature: Any) -> dict[str, Any]:
+    """Return what the items of a list are, or of a list of lists."""
+    while isinstance(feature, list) or (isinstance(feature, dict) and "feature" in feature):
+        feature = feature[0] if isinstance(feature, list) else feature["feature"]
+    return feature if isinstance(feature, dict) else {}
+
+
+@dataclass(frozen=True)
+class ImportJob:
+    """An import of a packed data set. Each of its files is a shard."""
+
+    form: str
+    sources: Mapping[str, int]  # locations and sizes
+    folder: Path  # for the records of all files, and for the tars that are made of Parquet
+    rules: Rules
+    names: Names = None
+    column: str = "image"
+
+    @property
+    def shards(self) -> int:
+        return len(self.sources)
+
+    @cached_property
+    def request(self) -> dict[str, Any]:
+        files = [(Path(location).name, size) for location, size in self.sources.items()]
+        data = json.dumps([files, self.names and list(self.names.items())])
+        sha256 = hashlib.sha256(data.encode()).hexdigest()
+        return {"data": sha256, "format": self.form, "column": self.column} | asdict(self.rules)
+
+    def __call__(self, number: int, notify: Callable[[str], None] = ignore) -> bool:
+        """Write the records of a file and return True, or False if that was done before. `notify` gets messages
+        about the progress."""
+        location = list(self.sources)[number]
+        manifest = Manifest("import", number, self.shards, number, number + 1, location, self.request)
+        return make_shard(self.folder, manifest, partial(self._write, location, notify))
+
+    def _write(self, location: str, notify: Callable[[str], None], result: Path) -> dict[str, int]:
+        counts = ImportCounts()
+        reader = RowReader(self.names, self.rules, counts)
+        with ExitStack() as files:
+            if self.form == "parquet":
+                add = files.enter_context(write_tar(result))
+                images = read_parquet(location, reader, self.column, add)
+            else:
+                images = (read_tsv if self.form == "tsv" else read_webdataset)(location, reader)
+            write_records(images, result, self.rules, counts, lambda count: notify(f"{count:,} images"))
+        return counts.as_dict()
