@@ -61,9 +61,8 @@ PYTHON = (
         "Imports no torch. [Correction policies](../correction.md) has an example.",
         (
             *("answers.correct:correct", "answers.correct:choose_answer", "answers.correct:Correction"),
-            *("answers.formats:load_format", "answers.parse:parse_rollout", "answers.parse:ParsedRollout"),
-            *("answers.match:match_objects", "answers.match:MatchResult", "answers.segment:Segment"),
-            *("answers.segment:Role", "answers.table:VocabularyTable"),
+            *("answers.formats:load_format", "answers.segment:Segment", "answers.segment:Role"),
+            "answers.table:VocabularyTable",
         ),
     ),
     (
@@ -329,13 +328,15 @@ def render_metrics() -> Iterator[str]:
     }
     names = [name for _, group in groups.values() for name in group]
     check_names("METRICS", names, meanings)
+    described = {"parse/invalid/NAME": f"invalid objects by reason: {', '.join(sorted(r.value for r in Reason))}"}
     yield "`metrics.jsonl` in the run folder, TensorBoard and Weights & Biases have these names."
     yield "[Training](../training.md#what-a-run-reports) explains the most important ones.\n"
     yield "## Every line\n"
     yield from render_meanings("metric", text.OTHER_METRICS)
     for heading, (sentence, group) in groups.items():
         yield f"## {heading}\n\n{sentence}\n"
-        yield from render_meanings("metric", {name: meanings[name] for name in group})
+        shown = {name: meanings[name] for name in group if name not in reasons}
+        yield from render_meanings("metric", shown | (described if reasons & set(group) else {}))
     scores = [f"{name}{part}" for name in MEASURES for part in ("", "_50", "_95")]
     check_names("EVALUATION", [*scores, "mean_iou", *NAMES.values()], text.EVALUATION)
     yield "## Evaluation\n\nThe same names without `eval_` are in the report of `coordexp evaluate --out`"
