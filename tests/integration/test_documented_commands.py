@@ -75,7 +75,7 @@ def test_the_commands_of_a_page_run_in_their_order(page, tmp_path):
             command = ["bash", "-euo", "pipefail", "-c", script]
             result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
             assert result.returncode == 0, f"{block}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
-            shown += result.stdout
+            shown += result.stdout + result.stderr
     assert all(re.search(pattern, shown) for pattern in PRINTED.get(page, ())), shown[-3000:]
     for run in (tmp_path / "runs").glob("*/metrics.jsonl"):
         check_documented(run.parent)

@@ -43,7 +43,7 @@ def test_every_step_of_the_ladder_works(tmp_path):
         command = shlex.split(step.replace("demo-model", str(tmp_path / "demo-model")))
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, f"{step}\n{result.stdout}\n{result.stderr}"
-    assert "vLLM and transformers agree on all 16 tokens" in result.stdout
+    assert "all checks passed" in result.stdout
 
 
 def test_the_detector_of_the_first_screen_finds_the_objects_of_the_scene():
