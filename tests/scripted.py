@@ -89,7 +89,9 @@ def write_training_set(
 ) -> TrainingSet:
     """Write a file with a record per image, in their order, and return the training set of it."""
     file = folder / "train.jsonl"
-    file.write_text("".join(_record(image, objects) + "\n" for image, objects in truth.items()))
+    text = "".join(_record(image, objects) + "\n" for image, objects in truth.items())
+    if not file.exists() or file.read_text() != text:  # a set that is in use must not change
+        file.write_text(text)
     cfg = RolloutMatching(**settings)
     return TrainingSet(RecordFile(file), OnePrompt(), CoordTokenAnswers(table, settings=cfg), cfg)
 
