@@ -108,7 +108,7 @@ def render_pages() -> dict[str, str]:
 def render_cli() -> Iterator[str]:
     from coordexp.cli import app
 
-    yield "`coordexp COMMAND --help` prints the same in a terminal. Options of a command stand after its name. The"
+    yield "`coordexp COMMAND --help` prints the same in a terminal, and more. Options stand after the command. The"
     yield "default of an option is in brackets.\n"
     yield from _render_command(typer.main.get_command(app), "coordexp")
 
@@ -116,7 +116,7 @@ def render_cli() -> Iterator[str]:
 def _render_command(command: Any, name: str) -> Iterator[str]:
     commands = getattr(command, "commands", {})
     yield f"## `{name}`\n"
-    yield f"{escape(inspect.cleandoc(command.help or ''))}\n"
+    yield f"{escape(inspect.cleandoc(command.help or '').partition(chr(10) * 2)[0])}\n"
     arguments = [item for item in command.params if item.param_type_name == "argument"]
     options = [item for item in command.params if item.param_type_name == "option"]
     if arguments:
