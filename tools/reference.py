@@ -389,11 +389,17 @@ def _server_metrics() -> Iterator[tuple[str, str, str]]:
 # The protocol
 
 
+# What a client that asks for answers sends and gets. The other messages are between learner and server.
+CLIENT_MESSAGES = (
+    *("ChatMessage", "LearnerFields", "InferRequest", "RequestConfig", "InferCall"),
+    *("WorldSize", "Logprobs", "Choice", "Completion", "RolloutInfos", "InferItem"),
+)
+
+
 def render_protocol() -> Iterator[str]:
     from coordexp.servers import protocol
 
-    documented = [name for name in _message_names() if name not in ("Message", "StrictMessage", "Response")]
-    messages = {name: getattr(protocol, name) for name in documented}
+    messages = {name: getattr(protocol, name) for name in _message_names() if name in CLIENT_MESSAGES}
     shown = {
         f"{name}.{field}"
         for name, message in messages.items()
@@ -407,7 +413,8 @@ def render_protocol() -> Iterator[str]:
     yield "## Routes\n\nIf the server was started with `COORDEXP_SERVER_TOKEN`, every route needs the header"
     yield "`Authorization: Bearer TOKEN`, except `/health/` and `/ready/`.\n"
     yield from render_table(("method", "route", "body", "what it does"), _routes())
-    yield "## Messages\n"
+    yield "## Messages\n\nThose of a client that asks for answers. Messages about weights are between a learner and a"
+    yield "server of coordexp only; [protocol.py](../../src/coordexp/servers/protocol.py) has them.\n"
     for name, message in messages.items():
         yield f"### `{name}`\n"
         if message.__doc__ and message.__doc__ != message.__mro__[1].__doc__:
@@ -427,7 +434,10 @@ def render_protocol() -> Iterator[str]:
         yield ""
     yield '## Errors\n\nAn error is `{"error": {"code": ..., "message": ..., "fix": ...}}` with its HTTP status.'
     yield "[This page](../troubleshooting.md#codes-of-a-server) says what to do.\n"
-    yield from render_table(("code", "status"), sorted(set(_refusals())))
+    by_status: dict[str, list[str]] = {}
+    for name, status in sorted(set(_refusals())):
+        by_status.setdefault(status, []).append(name)
+    yield from (f"- {status}: {', '.join(names)}" for status, names in sorted(by_status.items()))
 
 
 def _meaning(message: str, field: str) -> str:
