@@ -413,7 +413,8 @@ def render_protocol() -> Iterator[str]:
     yield "## Routes\n\nIf the server was started with `COORDEXP_SERVER_TOKEN`, every route needs the header"
     yield "`Authorization: Bearer TOKEN`, except `/health/` and `/ready/`.\n"
     yield from render_table(("method", "route", "body", "what it does"), _routes())
-    yield "## Messages\n\nThose of a client that asks for answers. Messages about weights are between a learner and a"
+    yield "## Messages\n"
+    yield "Those of a client that asks for answers. Messages about weights are between a learner and a"
     yield "server of coordexp only; [protocol.py](../../src/coordexp/servers/protocol.py) has them.\n"
     for name, message in messages.items():
         yield f"### `{name}`\n"
