@@ -3,7 +3,7 @@
 import ast
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from coordexp.config import legacy, schema
@@ -121,27 +121,17 @@ def _refusal_table() -> Iterator[str]:
     names = ", ".join(f"`{name}`" for name, refusal in sorted(REFUSED.items()) if refusal == UNUSED)
     yield "## Refused\n\nArguments of `transformers.TrainingArguments` that are an error in `training`.\n"
     yield f"These {UNUSED[0].replace('has', 'have', 1)}: {names}.\n"
-    others = ((name, f"{text}; {fix}") for name, (text, fix) in REFUSED.items() if (text, fix) != UNUSED)
-    yield from _grouped("argument", others)
+    others = defaultdict(list)  # arguments with the same reason stand on one line
+    for name, (reason, _) in REFUSED.items():
+        if reason != UNUSED[0]:
+            others[reason].append(f"`{name}`")
+    yield from (f"- {', '.join(group)} {reason}" for reason, group in others.items())
+    yield ""
 
 
 def _legacy_table() -> Iterator[str]:
-    yield "## Keys of older versions and of other tools\n\nEach is an error that says what to write instead.\n"
-    entries = [
-        ("custom.extra.rollout_matching.*", "write it under `rollout_matching`, at the top level"),
-        (f"custom.trainer_variant: {legacy.OLD_VARIANT}", "`stage2_rollout_aligned`"),
-        *((old, f"`{new}`") for old, new in legacy.RENAMED.items()),
-        *legacy.REMOVED.items(),
-        *((alias, f"`{name}`") for names in legacy.ALIASES.values() for alias, name in names.items()),
-    ]
-    yield from _grouped("key", entries)
-
-
-def _grouped(column: str, entries: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a table with one row for all names that have the same text."""
-    names = defaultdict(list)
-    for name, text in entries:
-        names[text].append(f"`{name}`")
-    yield f"| {column} | instead |\n| --- | --- |"
-    yield from (f"| {', '.join(group)} | {text} |" for text, group in names.items())
-    yield ""
+    aliases = [alias for names in legacy.ALIASES.values() for alias in names]
+    old = ["custom.extra.rollout_matching.*", f"custom.trainer_variant: {legacy.OLD_VARIANT}"]
+    keys = ", ".join(f"`{key}`" for key in [*old, *legacy.RENAMED, *legacy.REMOVED, *aliases])
+    yield "## Keys of older versions and of other tools\n"
+    yield f"Each is an error that says what to write instead: {keys}."

@@ -108,7 +108,7 @@ def render_pages() -> dict[str, str]:
 def render_cli() -> Iterator[str]:
     from coordexp.cli import app
 
-    yield "`coordexp COMMAND --help` prints the same in a terminal. Options of a command stand after its name. The"
+    yield "`coordexp COMMAND --help` prints the same in a terminal, and more. Options stand after the command. The"
     yield "default of an option is in brackets.\n"
     yield from _render_command(typer.main.get_command(app), "coordexp")
 
@@ -116,7 +116,7 @@ def render_cli() -> Iterator[str]:
 def _render_command(command: Any, name: str) -> Iterator[str]:
     commands = getattr(command, "commands", {})
     yield f"## `{name}`\n"
-    yield f"{escape(inspect.cleandoc(command.help or ''))}\n"
+    yield f"{escape(inspect.cleandoc(command.help or '').partition(chr(10) * 2)[0])}\n"
     arguments = [item for item in command.params if item.param_type_name == "argument"]
     options = [item for item in command.params if item.param_type_name == "option"]
     if arguments:
@@ -389,11 +389,17 @@ def _server_metrics() -> Iterator[tuple[str, str, str]]:
 # The protocol
 
 
+# What a client that asks for answers sends and gets. The other messages are between learner and server.
+CLIENT_MESSAGES = (
+    *("ChatMessage", "LearnerFields", "InferRequest", "RequestConfig", "InferCall"),
+    *("WorldSize", "Logprobs", "Choice", "Completion", "RolloutInfos", "InferItem"),
+)
+
+
 def render_protocol() -> Iterator[str]:
     from coordexp.servers import protocol
 
-    documented = [name for name in _message_names() if name not in ("Message", "StrictMessage", "Response")]
-    messages = {name: getattr(protocol, name) for name in documented}
+    messages = {name: getattr(protocol, name) for name in _message_names() if name in CLIENT_MESSAGES}
     shown = {
         f"{name}.{field}"
         for name, message in messages.items()
@@ -408,6 +414,8 @@ def render_protocol() -> Iterator[str]:
     yield "`Authorization: Bearer TOKEN`, except `/health/` and `/ready/`.\n"
     yield from render_table(("method", "route", "body", "what it does"), _routes())
     yield "## Messages\n"
+    yield "Those of a client that asks for answers. Messages about weights are between a learner and a"
+    yield "server of coordexp only; [protocol.py](../../src/coordexp/servers/protocol.py) has them.\n"
     for name, message in messages.items():
         yield f"### `{name}`\n"
         if message.__doc__ and message.__doc__ != message.__mro__[1].__doc__:
@@ -427,7 +435,10 @@ def render_protocol() -> Iterator[str]:
         yield ""
     yield '## Errors\n\nAn error is `{"error": {"code": ..., "message": ..., "fix": ...}}` with its HTTP status.'
     yield "[This page](../troubleshooting.md#codes-of-a-server) says what to do.\n"
-    yield from render_table(("code", "status"), sorted(set(_refusals())))
+    by_status: dict[str, list[str]] = {}
+    for name, status in sorted(set(_refusals())):
+        by_status.setdefault(status, []).append(name)
+    yield from (f"- {status}: {', '.join(names)}" for status, names in sorted(by_status.items()))
 
 
 def _meaning(message: str, field: str) -> str:

@@ -50,8 +50,8 @@ What the proofs ran on, and for how many parts (a part can have several proofs):
 {kinds}
 
 "A fake" is a stand-in for a server, an engine or a model that a test uses to inject faults or to watch what is
-sent. The table names the file with the test that is closest to reality, below `tests/`; `grep -rn R05.C1 tests`
-finds all tests of a part.
+sent. The table names the file with the test that is closest to reality: `unit/config/contract` stands for
+`tests/unit/config/test_contract.py`. `grep -rn R05.C1 tests` finds all tests of a part.
 
 {gpu}
 
@@ -148,18 +148,22 @@ def _part_row(identity: str) -> str:
     kinds = " ".join(kind for kind in KINDS if kind in _kinds(identity))
     absent = "not done, by choice" if identity in deviations() else "not proven"
     proofs = sorted(claims().get(identity, []), key=lambda claim: list(KINDS).index(claim.kind))
-    file = proofs[0].test.partition("::")[0].removeprefix("tests/") if proofs else absent
+    file = _short_name(proofs[0].test) if proofs else absent
     note = " [deviation](#deviations)" if identity in deviations() else ""
     return f"| {identity} | {titles()[identity]}{note} | {kinds} | {file} |"
 
 
+def _short_name(test: str) -> str:
+    """Return the file of a test as the page writes it, e.g. unit/config/contract."""
+    return test.partition("::")[0].removeprefix("tests/").removesuffix(".py").replace("/test_", "/")
+
+
 def _deviations() -> str:
-    rows = "\n".join(f"| {identity} | {titles()[identity]} | {why} |" for identity, why in deviations().items())
+    rows = "\n".join(f"- **{identity}**: {why}" for identity, why in deviations().items())
     return (
         "\n## Deviations\n\n"
-        "Parts that the project deliberately does otherwise than the text says. [decisions.md](decisions.md) has\n"
-        "the arguments.\n\n"
-        f"| id | what the text says | what is done instead, and why |\n| --- | --- | --- |\n{rows}\n"
+        "What is done instead of the text on purpose, and why ([D11 and so on](decisions.md)).\n\n"
+        f"{rows}\n"
     )
 
 
