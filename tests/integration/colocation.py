@@ -18,7 +18,6 @@ from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup
 from coordexp.train.learner import learner_adapter, learner_weights
-from coordexp.train.offload import OffloadedStorages
 from tests.integration.answers import whole_model
 
 SIDES = (192, 160, 96, 64)
@@ -68,9 +67,7 @@ class Colocation:
         self.prompts = PromptBuilder(load_processor(folder, image_limits), "Detect all objects.")
         self.table = VocabularyTable.from_folder(folder)
         self.model: Any = whole_model(folder)
-        self.room: Callable[[], AbstractContextManager[OffloadedStorages]] = lambda: nullcontext(
-            OffloadedStorages()
-        )
+        self.room: Callable[[], AbstractContextManager[None]] = nullcontext
         self.learner = HuggingFaceBackend(lambda: self.model, self.prompts, self.table, 16)
         self.backend = ColocateBackend(
             EngineSetup(

@@ -19,7 +19,7 @@ from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError, UserError
 from coordexp.rollout import colocate, update
 from coordexp.train.learner import learner_adapter, with_adapter
-from coordexp.train.offload import SMALL, OffloadedStorages, offload_learner
+from coordexp.train.offload import SMALL, offload_learner
 from tests.integration.answers import whole_model
 from tests.integration.colocation import SETTINGS, Colocation, draw_images, ids, with_adapter_sync
 
@@ -84,7 +84,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocat
     optimizer = learn(colocation)
     colocation.train(optimizer, 0)
     memory = Memory(colocation.model, optimizer)
-    colocation.room = lambda: offload_learner(BOTH, colocation.model, optimizer, folder)
+    colocation.room = lambda: offload_learner(BOTH, colocation.model, optimizer)
 
     def start_engine(*given: Any, **named: Any) -> Any:
         memory.look("before the start")
@@ -97,7 +97,7 @@ def adapting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Colocat
         patch.setattr(colocate, "start_engine", start_engine)
         with colocation.backend.session():
             colocation.sync(1)
-        colocation.room = lambda: nullcontext(OffloadedStorages())
+        colocation.room = nullcontext
         yield colocation, memory
     colocation.backend.close()
 

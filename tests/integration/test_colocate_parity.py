@@ -3,10 +3,7 @@
 All tests share two engines, one with a tied head and one without. The learner that they serve is replaced.
 """
 
-import ctypes
-import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,13 +15,11 @@ from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
 from coordexp.errors import EngineError
 from coordexp.rollout import load, update
-from coordexp.rollout.backend import Request
 from coordexp.rollout.update import EngineUpdates
 from coordexp.train.learner import with_adapter
-from coordexp.train.offload import offload_learner
+from coordexp.train.offload import SMALL, offload_learner
 from tests.integration.answers import whole_model
 from tests.integration.colocation import Colocation, draw_images, ids
-from tests.memory import resident
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -201,70 +196,42 @@ def test_answers_differ_when_anything_is_left_out_of_a_sync_and_the_canary_sees_
 BOTH = Offload(enabled=True, offload_model=True, offload_optimizer=True)
 
 
-class MemoryPeak:
-    """Measures the peak memory of this process, engine included, while the engine answers, in megabytes."""
+class StorageWatch:
+    """Notes how many bytes the learner's tensors have while the engine answers."""
 
-    def __init__(self, generate: Callable[..., Any]) -> None:
-        self.generate, self.most = generate, 0.0
+    def __init__(self, generate: Callable[..., Any], tensors: Iterable[torch.Tensor]) -> None:
+        self.generate, self.tensors = generate, [tensor for tensor in tensors if tensor.nbytes >= SMALL]
+        self.seen: list[int] = []
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        done = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(done,))
-        thread.start()
-        try:
-            return self.generate(*given, **named)
-        finally:
-            done.set()
-            thread.join()
-
-    def _watch(self, done: threading.Event) -> None:
-        while not done.wait(0.01):
-            self.most = max(self.most, resident())
+        self.seen.append(sum(tensor.untyped_storage().nbytes() for tensor in self.tensors))
+        return self.generate(*given, **named)
 
 
 @pytest.mark.scenario("R17.S1", on="engine")
 @only_untied
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(
-    colocation, tmp_path, monkeypatch, fails
-):
+def test_the_learner_is_out_of_memory_while_the_engine_answers_and_is_restored(colocation, monkeypatch, fails):
     optimizer, requests = learn(colocation), colocation.requests(TOKENS)
     colocation.train(optimizer, 0)
     optimizer.zero_grad()
     parameters, tensors = list(colocation.model.parameters()), everything(colocation.model, optimizer)
     before = copy_tensors(tensors)
-    size = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
     expected = ids(colocation.learner.generate(requests))
-    full = 0.0 if fails else peak_without_offload(colocation, requests)
-    monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer, tmp_path))
-    peak = MemoryPeak(fail if fails else colocation.backend.engine.generate)
-    monkeypatch.setattr(colocation.backend.engine, "generate", peak)
+    monkeypatch.setattr(colocation, "room", lambda: offload_learner(BOTH, colocation.model, optimizer))
+    watch = StorageWatch(fail if fails else colocation.backend.engine.generate, tensors.values())
+    monkeypatch.setattr(colocation.backend.engine, "generate", watch)
     with (
         pytest.raises(EngineError, match="vLLM failed: the engine broke") if fails else nullcontext(),
         colocation.backend.session(),
     ):
         colocation.sync()
         assert ids(colocation.backend.generate(requests)) == expected
-    if not fails:
-        print(f"{full - peak.most:.1f} of {size:.1f} MB freed")
-        assert size > 100
-        assert full - peak.most > 0.8 * size  # the engine's own memory differs by some MB from call to call
+    assert watch.seen and not any(watch.seen) and watch.tensors
     assert all(now is old for now, old in zip(colocation.model.parameters(), parameters, strict=True))
     assert changes(before, everything(colocation.model, optimizer)) == set()
     colocation.train(optimizer, 1)
     assert len(changes(before, everything(colocation.model, optimizer))) == len(before)
-
-
-def peak_without_offload(colocation: Colocation, requests: list[Request]) -> float:
-    """Return the peak memory of this process while the engine answers and the learner stays in memory."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before must not count
-    with pytest.MonkeyPatch.context() as patch, colocation.backend.session():
-        colocation.sync()
-        peak = MemoryPeak(colocation.backend.engine.generate)
-        patch.setattr(colocation.backend.engine, "generate", peak)
-        colocation.backend.generate(requests)
-    return peak.most
 
 
 def fail(*_: Any, **__: Any) -> None:

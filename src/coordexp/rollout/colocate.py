@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
@@ -43,13 +43,6 @@ REQUESTS = TypeAdapter(list[Request])
 WAVES = 8  # full batches per call: the engine refills its batch as answers end, so only the end of a call is slow
 
 
-class Offloaded(Protocol):
-    """A learner whose memory is free for the engine."""
-
-    def drop(self) -> None:
-        """Return unused memory to the system, such as what reading the learner's weights has taken."""
-
-
 class ColocateBackend(RolloutBackend):
     """Generates with an engine in this process.
 
@@ -65,7 +58,7 @@ class ColocateBackend(RolloutBackend):
         prompts: PromptBuilder,
         reference: RolloutBackend,
         probes: Sequence[ImageRef],
-        room: Callable[[], AbstractContextManager[Offloaded]],
+        room: Callable[[], AbstractContextManager[None]],
         notify: Callable[[str], None] = ignore,
         adapter: Callable[[], AdapterWeights] | None = None,
         record: Callable[[dict[str, Any]], None] = ignore,
@@ -80,7 +73,7 @@ class ColocateBackend(RolloutBackend):
         self.version: int | None = None  # of the engine's weights
         self._updates: EngineUpdates | None = None
         self._session: ExitStack | None = None
-        self._offloaded: Offloaded | None = None
+        self._has_room = False
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -105,7 +98,7 @@ class ColocateBackend(RolloutBackend):
         if version == self.version:
             return
         due = self.canary.is_due(version)
-        assert not due or self._offloaded is None, (
+        assert not due or not self._has_room, (
             "the canary needs the learner's model, so it answers before it is offloaded"
         )
         expected = self.canary.expected_answers() if due else []
@@ -133,18 +126,17 @@ class ColocateBackend(RolloutBackend):
         return self.sync_mode.describe()
 
     def _make_room(self) -> None:
-        if self._offloaded is None:
+        if not self._has_room:
             assert self._session is not None, "outside a session"
-            self._offloaded = self._session.enter_context(self.room())
-            self._session.callback(setattr, self, "_offloaded", None)
+            self._session.enter_context(self.room())
+            self._has_room = True
+            self._session.callback(setattr, self, "_has_room", False)
             self._session.push(self._end_use)  # before the learner is restored
             self._return_memory()
 
     def _return_memory(self) -> None:
         """Return memory that the learner does not use to the system. Otherwise torch keeps it, and the engine may
         find too little when it first computes a large batch."""
-        assert self._offloaded is not None
-        self._offloaded.drop()
         if self.setup.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -22,17 +22,14 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedConfig,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import DynamicLayer
 
 from coordexp.answers.table import VocabularyTable
 from coordexp.config.rollout import RepeatTerminate
@@ -224,7 +221,6 @@ class HuggingFaceBackend(RolloutBackend):
         recorder = Recorder() if decode.mode != "beam" else None
         ids = model.generate(
             **inputs,
-            past_key_values=make_cache(model.config) if decode.mode != "beam" else None,  # beams change places
             max_new_tokens=decode.max_new_tokens,
             do_sample=False,  # when sampling, the Sampler leaves only the token that it has drawn
             num_beams=decode.num_beams,
@@ -259,48 +255,6 @@ class HuggingFaceBackend(RolloutBackend):
         if decode.mode == "sampling":
             chain.append(Sampler(decode, [request.seed for request in requests], start))
         return chain
-
-
-class GrowingLayer(DynamicLayer):
-    """Keys and values with room for more tokens. The layer of transformers copies all of them for every token."""
-
-    SPARE = 64  # tokens
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._buffers: tuple[Tensor, ...] = ()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens, and return those of all tokens."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._buffers = key_states[..., :0, :], value_states[..., :0, :]
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if end > self._buffers[0].shape[-2]:
-            self._buffers = tuple(self._enlarge(buffer, start, end) for buffer in self._buffers)
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[..., start:end, :] = states
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("rows of this cache keep their places; beam search needs transformers' own")
-
-    batch_repeat_interleave = batch_select_indices = reorder_cache
-
-    def _enlarge(self, buffer: Tensor, start: int, end: int) -> Tensor:
-        *shape, _, size = buffer.shape
-        larger = buffer.new_empty(*shape, end + max(self.SPARE, end // 2), size)
-        larger[..., :start, :] = buffer[..., :start, :]
-        return larger
-
-
-def make_cache(config: PreTrainedConfig) -> DynamicCache:
-    """Return an empty cache for the decoder of a model. A layer of another kind stays as transformers makes it."""
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 @contextmanager

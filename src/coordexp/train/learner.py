@@ -39,7 +39,7 @@ from coordexp.objective.attention import attention_for
 from coordexp.objective.split import SplittingHead
 from coordexp.ranks import is_sharded
 from coordexp.rollout.backend import AdapterWeights
-from coordexp.train.offload import OffloadedStorages, offload_learner
+from coordexp.train.offload import offload_learner
 
 
 class Learner:
@@ -68,7 +68,7 @@ class Learner:
         self.head = SplittingHead(self.base)
         # Whether every trained parameter can be expressed as a vLLM LoRA adapter.
         self.has_plain_adapter = adapter is not None and not adapter.train_coord_rows and not adapter.dora
-        self._offload, self._folder = settings.rollout_matching.offload, Path(arguments.output_dir)
+        self._offload = settings.rollout_matching.offload
 
     def current_model(self) -> Any:
         return self.model
@@ -83,10 +83,9 @@ class Learner:
         """Return the config and the weights of the adapter alone."""
         return learner_adapter(self.model)
 
-    def offload(self) -> AbstractContextManager[OffloadedStorages]:
-        """Return a context in which model and optimizer are out of device memory, as the settings say. Those on
-        the CPU go to a file in the run folder."""
-        return offload_learner(self._offload, self.model, self.optimizer, self._folder)
+    def offload(self) -> AbstractContextManager[None]:
+        """Return a context in which model and optimizer are out of device memory, as the settings say."""
+        return offload_learner(self._offload, self.model, self.optimizer)
 
     def describe(self, checkpoint: Path) -> None:
         """Write what users of a checkpoint need: the note, and in config.json the data type in which they should

@@ -13,7 +13,6 @@ from coordexp.config.rollout import RolloutMatching
 from coordexp.rollout import colocate, update
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.start import EngineSetup
-from coordexp.train.offload import OffloadedStorages
 
 IMAGE = ImageRef("image.png", 64, 64)
 CONFIG = {"r": 2}
@@ -61,7 +60,7 @@ class Run:
         patch: pytest.MonkeyPatch,
         sync: dict[str, Any],
         has_adapter: bool = True,
-        room: Callable[[], AbstractContextManager[Any]] = lambda: nullcontext(OffloadedStorages()),
+        room: Callable[[], AbstractContextManager[None]] = nullcontext,
         watch: Callable[[str], None] = lambda what: None,
     ) -> None:
         self.see = watch

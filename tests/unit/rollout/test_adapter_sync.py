@@ -91,9 +91,7 @@ WAYS_OUT = (
 
 @pytest.mark.scenario("R17.C4", "R17.S1", on="fake")
 @pytest.mark.parametrize("mode", ["adapter", "full"])
-def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_answered(
-    monkeypatch, tmp_path, mode
-):
+def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_answered(monkeypatch, mode):
     model = torch.nn.Linear(64, 64, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 64)).sum().backward()
@@ -110,7 +108,7 @@ def test_the_learner_is_out_of_memory_before_a_fake_engine_starts_until_it_has_a
     run = Run(
         monkeypatch,
         sync_settings(mode),
-        room=lambda: offload_learner(BOTH, model, optimizer, tmp_path),
+        room=lambda: offload_learner(BOTH, model, optimizer),
         watch=lambda event: seen.append((event, memory())),
     )
     run.step(1)

@@ -16,7 +16,6 @@ from coordexp.errors import EngineError
 from coordexp.rollout import colocate, update
 from coordexp.rollout.backend import Decode, Request
 from coordexp.rollout.start import EngineSetup, start_engine
-from coordexp.train.offload import OffloadedStorages
 from tests.unit.rollout.fake_engine import ADAPTER, CONFIG, IMAGE, WEIGHTS, FakeLearner, Run
 
 TAGS = {"weights", "kv_cache"}
@@ -103,9 +102,9 @@ class SleepingRun:
         )
 
     @contextmanager
-    def _room(self) -> Iterator[OffloadedStorages]:
+    def _room(self) -> Iterator[None]:
         self.events.append("learner out")
-        yield OffloadedStorages()
+        yield
         assert not self.backend.setup.settings.vllm.sleep or self.engine.asleep == TAGS, "no memory to return to"
         self.events.append("learner back")
 
