@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from coordexp.cli.console import need, need_new_file, out, progress, refuse_without_effect
+from coordexp.cli.data_import import print_records
+from coordexp.cli.shards import PartOption, run_shards
 from coordexp.errors import UserError
 
 # The options of each format, besides --out.
@@ -58,12 +60,7 @@ def export(
         str | None, typer.Option(help="labelstudio: the name of the model in Label Studio. Unset: coordexp.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="webdataset: another seed gives another order.")] = 0,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help="webdataset, parquet: only a part of the files, 0/16 to 15/16; finished ones are skipped."
-        ),
-    ] = None,
+    shard: PartOption = None,
 ) -> None:
     """Convert a JSONL file of records to another format.
 
@@ -80,7 +77,6 @@ def export(
     refuse_without_effect(context, form, OPTIONS[form])
     if form in ("webdataset", "parquet"):
         need("PIL", extra="train")
-        from coordexp.cli.shards import print_records, run_shards
         from coordexp.data import RecordFile
         from coordexp.data.pack import ExportJob
 

@@ -1,7 +1,6 @@
 """`coordexp data import`: convert other formats to a JSONL file, and list what was left out."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,12 +8,14 @@ import typer
 from rich.text import Text
 
 from coordexp.cli.console import need, need_new_file, out, progress, refuse_without_effect, sanitize, shorten
+from coordexp.cli.shards import PartOption, run_shards
 from coordexp.errors import UserError
 from coordexp.extensions import find_extensions, load_extension
 from coordexp.files import RELATIVE_PATHS, describe_missing
 
 if TYPE_CHECKING:
     from coordexp.data.importers import ImportCounts, Rules, SourceImage
+    from coordexp.data.shards import Manifest
 
 # The options of each format, besides those that all of them have.
 OPTIONS = {
@@ -121,12 +122,7 @@ def import_(
         Literal["xywh", "xyxy"] | None,
         typer.Option(help="webdataset, parquet: what the numbers of a bbox are. COCO has xywh. tsv: unset, xyxy."),
     ] = None,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            help="webdataset, parquet, tsv: only a part of the files, 0/16 to 15/16; finished ones are skipped."
-        ),
-    ] = None,
+    shard: PartOption = None,
 ) -> None:
     """Convert another format to a JSONL file of records, in pixels.
 
@@ -146,14 +142,12 @@ def import_(
         known = ", ".join([*OPTIONS, *added])
         raise UserError(f"{form} is not a format that can be imported", f"use one of these: {known}")
     refuse_without_effect(context, form, OF_ALL | OPTIONS.get(form, OF_EXTENSIONS))
-    from coordexp.cli.shards import print_records, run_shards
     from coordexp.data import importers
 
+    boxes = "xyxy" if form == "tsv" and boxes is None else boxes
     rules = importers.Rules(geometry, multipart, crowd, empty, missing, outside, tolerance, ask, boxes)
     if form in PACKED:
         need("PIL", extra="train")
-        if form == "tsv" and boxes is None:
-            rules = replace(rules, boxes="xyxy")
         classes = None if names is None else importers.read_classes(names)
         sources = importers.find_sources(source, form)
         job = importers.ImportJob(form, sources, target, rules, classes, key)
@@ -208,20 +202,26 @@ def _import(
 
     need_new_file(target)
     with progress("importing") as show:
-
-        def show_count(done: int) -> None:
-            show(f"{done:,} images")
-
         try:
-            write_records(images, target, rules, tally, show_count)
+            write_records(images, target, rules, tally, show)
         except (UserError, OSError) as error:  # the user may wonder how much of the file is there
             is_about_source = isinstance(error, UserError) and not str(error).startswith(str(source))
             where = f"{source}: " if is_about_source else ""
             raise UserError(f"nothing was written: {where}{shorten(str(error))}") from error
-    print_tally(tally, target)
+    _print_tally(tally, target)
 
 
-def print_tally(tally: "ImportCounts", target: Path) -> None:
+def print_records(manifests: "Sequence[Manifest]", target: Path) -> None:
+    """Print how many records an import or export has written to a folder or a file, and what it left out."""
+    from coordexp.data.importers import ImportCounts
+
+    tally = ImportCounts()
+    for manifest in manifests:
+        tally.add_dict(manifest.counts, manifest.data)
+    _print_tally(tally, target)
+
+
+def _print_tally(tally: "ImportCounts", target: Path) -> None:
     """Print one line per reason for which something was dropped, changed or noted, and what was written."""
     styles = {"dropped": "red", "changed": "yellow", "noted": "dim"}
     width = max((len(entry.reason) for entry in tally.entries), default=0)

@@ -23,6 +23,10 @@ SHARDS_PER_WORKER = 8  # so that workers of different speed end together
 app = typer.Typer(
     help="Show and join what `predict --shard`, `data doctor --shard` and the like made.", no_args_is_help=True
 )
+PartOption = Annotated[
+    str | None,
+    typer.Option(help="Of large files: only a part of them, 0/16 to 15/16. Finished ones are skipped anyway."),
+]
 FolderArgument = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="The folder of the shards.", show_default=False)
 ]
@@ -94,23 +98,13 @@ def run_shards(job: "ImportJob | ExportJob", shard: str | None, message: str) ->
 
 def merge_records(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:
     """Write the records of all shards of an import or export to one file, and say what is in it."""
+    from coordexp.cli.data_import import print_records
     from coordexp.data.shards import join_records
 
     need_new_file(to)
     with progress(f"joining {folder}"):
         join_records(folder, manifests, to)
     print_records(manifests, to)
-
-
-def print_records(manifests: "Sequence[Manifest]", target: Path) -> None:
-    """Print how many records an import or export has written to a folder or a file, and what it left out."""
-    from coordexp.cli.data_import import print_tally
-    from coordexp.data.importers import ImportCounts
-
-    tally = ImportCounts()
-    for manifest in manifests:
-        tally.add_dict(manifest.counts, manifest.data)
-    print_tally(tally, target)
 
 
 def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:

@@ -97,11 +97,12 @@ class ExportJob:
         return make_shard(self.folder, manifest, partial(self._write, part, notify))
 
     def _write(self, part: range, notify: Callable[[str], None], result: Path) -> dict[str, int]:
-        rows = self._read(part, notify)
-        objects = _write_parquet(result, rows) if self.form == "parquet" else _write_webdataset(result, rows)
-        return {"images": len(part), "objects": objects}
+        counts = {"images": len(part), "objects": 0}
+        rows = self._read(part, counts, notify)
+        (_write_parquet if self.form == "parquet" else _write_webdataset)(result, rows)
+        return counts
 
-    def _read(self, part: range, notify: Callable[[str], None]) -> Rows:
+    def _read(self, part: range, counts: dict[str, int], notify: Callable[[str], None]) -> Rows:
         """Yield the records of a shard, with a name and the bytes of the image of each."""
         for begin in range(part.start, part.stop, AHEAD):
             indices = self._order[begin : min(begin + AHEAD, part.stop)].tolist()
@@ -112,29 +113,26 @@ class ExportJob:
                 with explain(OSError, f"{self.records}: the image {record.image!r}", UNREADABLE):
                     content = read_image_bytes(self.records.image_address(record))
                     name = f"{index:09}{image_suffix(content)}"
+                counts["objects"] += len(record.objects)
                 yield name, record, content
 
 
-def _write_webdataset(result: Path, rows: Rows) -> int:
-    """Write a tar and its records, and return the number of objects."""
-    objects = 0
+def _write_webdataset(result: Path, rows: Rows) -> None:
+    """Write a tar and its records."""
     with write_tar(result) as add, write_parts(result) as write:
         for name, record, content in rows:
             address = Path(add(name, content)).name
             labels = replace(record, image=name).as_json()
             add(str(Path(name).with_suffix(".json")), labels.encode(errors="backslashreplace"))
             write(f"{replace(record, image=address).as_json()}\n")
-            objects += len(record.objects)
-    return objects
 
 
-def _write_parquet(result: Path, rows: Rows) -> int:
-    """Write a Parquet file, and return the number of objects."""
+def _write_parquet(result: Path, rows: Rows) -> None:
     need_packages("Parquet", "pyarrow")
     import pyarrow  # type: ignore[import-not-found]
     from pyarrow import parquet
 
-    numbers, objects = pyarrow.list_(pyarrow.float64()), 0
+    numbers = pyarrow.list_(pyarrow.float64())
     lists = {"bbox": numbers, "area": pyarrow.float64(), "segmentation": pyarrow.list_(numbers)}
     lists |= {"category": pyarrow.string(), "category_id": pyarrow.int64()}
     columns = {
@@ -150,10 +148,8 @@ def _write_parquet(result: Path, rows: Rows) -> int:
     with parquet.ParquetWriter(unfinished, schema) as writer:
         while group := [_to_row(*row) for row in islice(rows, ROWS)]:
             writer.write_table(pyarrow.Table.from_pylist(group, schema))
-            objects += sum(len(row["objects"]["bbox"]) for row in group)
     sync(unfinished)
     unfinished.replace(result)
-    return objects
 
 
 def _to_row(name: str, record: Record, content: bytes) -> dict[str, Any]:

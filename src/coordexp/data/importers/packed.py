@@ -220,5 +220,5 @@ class ImportJob:
                 images = read_parquet(location, reader, self.column, add)
             else:
                 images = (read_tsv if self.form == "tsv" else read_webdataset)(location, reader)
-            write_records(images, result, self.rules, counts, lambda count: notify(f"{count:,} images"))
+            write_records(images, result, self.rules, counts, notify)
         return counts.as_dict()

@@ -163,13 +163,13 @@ def simplify_ring(ring: Ring, tolerance: float) -> Ring:
 
 
 def write_records(
-    images: Iterable[SourceImage], target: Path, rules: Rules, counts: ImportCounts, notify: Callable[[int], None]
+    images: Iterable[SourceImage], target: Path, rules: Rules, counts: ImportCounts, notify: Callable[[str], None]
 ) -> None:
-    """Write the records. `notify` is called with the number of images read so far. Raise DataError if most of the
+    """Write the records. `notify` gets the number of images read so far, as a text. Raise DataError if most of the
     image files are missing, because then the folder of images is the wrong one."""
     with write_parts(target) as write:
         for number, image in enumerate(images, start=1):
-            notify(number)
+            notify(f"{number:,} images")
             record = _convert_image(image, target.parent, rules, counts)
             if record is not None:
                 write(f"{record.as_json()}\n")
