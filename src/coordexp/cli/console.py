@@ -98,9 +98,9 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal; in a log, print the message, and how far it is now and then.
-    Yield a function that advances the bar by one."""
+    Yield a function that advances the bar by one, or by the number that it gets."""
     with Progress(console=err, transient=True, disable=not err.is_terminal) as display:
         task = display.add_task(message, total=total, completed=done)
         advance = partial(display.advance, task)

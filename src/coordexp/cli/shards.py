@@ -1,15 +1,16 @@
-"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `predict --shard`."""
+"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `--shard` and `--workers` of
+other commands."""
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import JsonOption, bar, err, interruptible, out, progress, sanitize
+from coordexp.cli.console import JsonOption, bar, err, interruptible, need_new, out, progress, sanitize
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 SHARDS_PER_WORKER = 8  # so that workers of different speed end together
 
 app = typer.Typer(
-    help="Show and join what `predict --shard` and `data doctor --shard` made.", no_args_is_help=True
+    help="Show and join what `predict`, `data suggest` and `data doctor` made with --shard.", no_args_is_help=True
 )
 FolderArgument = Annotated[
     Path, typer.Argument(exists=True, file_okay=False, help="The folder of the shards.", show_default=False)
@@ -48,11 +49,11 @@ def merge(
     folder: FolderArgument,
     to: Annotated[
         Path | None,
-        typer.Option("--out", "-o", dir_okay=False, help="Of predictions: preds.json, as for `predict`."),
+        typer.Option("--out", "-o", help="preds.json, as for `predict`; or a new folder, as for `data suggest`."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`."""
+    """Write what one `predict` or `data suggest` would have written, or print the report of one `data doctor`."""
     from coordexp.data.shards import read_finished
 
     manifests = read_finished(folder)
@@ -62,7 +63,17 @@ def merge(
     if not is_doctor and (to is None or as_json):
         raise UserError("the answers of shards are written to files", "give --out preds.json, without --json")
     if to is not None:
-        merge_predictions(folder, manifests, to)
+        suggest = manifests[0].request.get("suggest")
+        if suggest is None:
+            need_file(to)
+            merge_predictions(folder, manifests, to)
+            return
+        from coordexp.cli.data_suggest import PREDICTIONS, compare_with_labels
+
+        need_new(to)
+        merge_predictions(folder, manifests, to / PREDICTIONS)
+        samples = manifests[0].request.get("samples", 0)
+        compare_with_labels(Path(manifests[0].data), to / PREDICTIONS, to, samples, **suggest)
         return
     from coordexp.cli.data import show_report
     from coordexp.data.doctor.shards import merge_facts
@@ -70,7 +81,15 @@ def merge(
     show_report(merge_facts(folder, manifests), manifests[0].request["max_length"], as_json)
 
 
-def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:
+def need_file(to: Path) -> None:
+    """Raise UserError if the predictions cannot be a file because they would be a folder."""
+    if to.is_dir():
+        raise UserError(f"{to} is a folder", f"give the file to write, e.g. --out {to / 'preds.json'}")
+
+
+def merge_predictions(
+    folder: Path, manifests: "Sequence[Manifest]", to: Path, categories: dict[str, int] | None = None
+) -> None:
     """Write the predictions of all shards, and say what is in them. Raise UserError if most images are missing."""
     from coordexp.detect.predicting import refuse_leftovers
     from coordexp.detect.shards import merge_shards
@@ -78,17 +97,29 @@ def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -
     request = manifests[0].request
     refuse_leftovers(to, samples=bool(request.get("samples")), records=True)
     with progress(f"joining {folder}") as show:
-        counts = merge_shards(folder, manifests, to, show)
+        counts = merge_shards(folder, manifests, to, categories, show)
+    report_answers(to, counts, request)
+    report_unreadable(counts)
+
+
+def report_answers(to: Path, counts: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    """Say what is in predictions, by the counts of `count_answers` and the options of `AnswerOptions.identity`."""
+    from coordexp.evaluate.predictions import samples_path
+
     out.print(f"{counts['objects']} objects in {counts['images']} images: {to}", markup=False)
-    if "dedup" in request:
-        out.print(f"{counts['dropped']} objects dropped as duplicates")
+    if "dedup" in options:
+        rule = f"at IoU {options['dedup']:g} with an earlier object"
+        out.print(f"{counts['dropped']} objects dropped as duplicates, {rule}")
+    if "samples" in options:
+        out.print(f"{options['samples']} sampled answers of each image: {samples_path(to)}", markup=False)
     if counts["truncated"]:
-        err.print(f"{counts['truncated']} answers were cut off at {request['max_new_tokens']} tokens")
-    report_unreadable(counts["unreadable"], counts["images"])
+        limit = f"{options['max_new_tokens']} tokens; --max-new-tokens allows more"
+        err.print(f"{counts['truncated']} answers were cut off at {limit}")
 
 
-def report_unreadable(unreadable: int, images: int) -> None:
+def report_unreadable(counts: Mapping[str, int]) -> None:
     """Say how many images could not be read. Raise UserError if these are most of them."""
+    unreadable, images = counts["unreadable"], counts["images"]
     if not unreadable:
         return
     fields = "their answers have finish_reason image_unreadable"
@@ -122,8 +153,9 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     from coordexp.data import RecordFile
     from coordexp.data.shards import Shard, check_same_request, has_shards, manifest_path, read_finished, survey
     from coordexp.detect.predicting import refuse_leftovers
-    from coordexp.detect.shards import ShardPredictor, check_image_ids
+    from coordexp.detect.shards import ShardPredictor
     from coordexp.detect.workers import run_workers
+    from coordexp.evaluate.predictions import number_all_classes
 
     places = _find_places(workers)
     begun = survey(job.folder) if has_shards(job.folder) else None
@@ -137,7 +169,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
         )
     refuse_leftovers(to, samples=bool(job.options.samples), records=True)
     with progress("loading"):
-        check_image_ids(RecordFile(job.data))
+        categories = number_all_classes(RecordFile(job.data))
         predictor = ShardPredictor(job, warn)
     batches = -(-predictor.images // job.batch)
     count = min(batches, SHARDS_PER_WORKER * len(places)) if begun is None else begun.count
@@ -151,7 +183,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     message = f"answering with {len(places)} workers"
     with interruptible(lambda: interrupted), bar(message, predictor.images, before) as advance:
         run_workers(replace(job, shards=count), numbers, places, advancing(advance), warn)
-    merge_predictions(job.folder, read_finished(job.folder), to)
+    merge_predictions(job.folder, read_finished(job.folder), to, categories)
     shutil.rmtree(job.folder)
 
 
@@ -177,15 +209,14 @@ def _find_places(workers: str) -> list[dict[str, str]]:
     return [{"OMP_NUM_THREADS": threads}] * count
 
 
-def advancing(advance: Callable[[], None]) -> Callable[[int], None]:
-    """Return a function that advances a bar to a number."""
+def advancing(advance: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that advances a bar to a number, if the bar is not there yet."""
     shown = 0
 
     def advance_to(number: int) -> None:
         nonlocal shown
-        while shown < number:
-            advance()
-            shown += 1
+        advance(max(0, number - shown))
+        shown = max(shown, number)
 
     return advance_to
 
