@@ -69,7 +69,7 @@ def test_the_merged_shards_are_the_predictions_of_one_process_byte_for_byte(scen
 
 def test_the_suggestions_of_merged_shards_are_those_of_one_process(scenes):
     words = ["data", "suggest", "--model", MODEL, "--data", scenes / "s/val.jsonl", *ANSWERED, "--samples", "1"]
-    words += ["--iou", "0.6", "--new-classes", "--page-limit", "3"]
+    words += ["--iou", "0.99", "--other-iou", "0.99", "--new-classes", "--page-limit", "3"]
     whole = run(*words, "--out", scenes / "suggested")
     assert whole.exit_code == 0, whole.output
     assert (scenes / "suggested/suggestions.jsonl").stat().st_size

@@ -1,5 +1,6 @@
 """`coordexp data suggest` and `coordexp data complete`: find labels that are missing, and add them."""
 
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -60,9 +61,7 @@ def suggest(
     resume: Annotated[bool, typer.Option("--resume", help="With --model: go on after an interruption.")] = False,
     shard: Annotated[
         str | None,
-        typer.Option(
-            help="With --model, as for predict: answer only a part. `shards merge` makes the suggestions."
-        ),
+        typer.Option(help="With --model, as for predict: answer only a part, before `shards merge`."),
     ] = None,
 ) -> None:
     """Suggest missing labels: predicted objects that no label explains, with a page to decide about them."""
@@ -77,18 +76,15 @@ def suggest(
     if preds is not None and asking:
         option = next(iter(asking)).replace("_", "-")
         raise UserError(f"--{option} has no effect with --preds", "leave it out, or give --model instead")
-    rules = {
-        "iou": iou,
-        "other_iou": other_iou,
-        "new_classes": new_classes,
-        "ignore_exhaustive": ignore_exhaustive,
-    }
-    shown: dict[str, Any] = {"page_limit": page_limit, "images": images}
+    from coordexp.detect.suggestions import SuggestionRules
+
+    comparison = asdict(SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive))
+    comparison |= {"page_limit": page_limit, "images": images}
     if shard is not None:
         if model is None or resume:
             name = "--preds" if model is None else "--resume"
             raise UserError(f"--shard has no effect with {name}", "leave one of them out")
-        _answer_shard(shard, model, data, folder, samples, rules | shown, asking)
+        _answer_shard(shard, model, data, folder, samples, comparison, asking)
         return
     need("PIL", extra="evaluate")
     if model is not None and not resume:
@@ -103,7 +99,7 @@ def suggest(
             if end.exit_code:  # 0: the predictions were complete before
                 raise
     assert preds is not None
-    compare_with_labels(data, preds, folder, samples, page_limit, images, **rules)
+    compare_with_labels(data, preds, folder, samples, **comparison)
 
 
 def _answer_shard(
@@ -123,13 +119,7 @@ def _answer_shard(
 
 
 def compare_with_labels(
-    data: Path,
-    preds: Path,
-    folder: Path,
-    samples: int,
-    page_limit: int,
-    images: Placement,
-    **rules: Any,
+    data: Path, preds: Path, folder: Path, samples: int, page_limit: int, images: Placement, **rules: Any
 ) -> None:
     """Write the suggestions and their page. `rules` are those of `SuggestionRules`."""
     from coordexp.data import RecordFile

@@ -182,11 +182,10 @@ def predict(
         with interruptible(describe_interruption), bar("answering", len(selected), answered) as advance:
             for count in unfinished.answer(answers, selected, answering, source.folder, batch, warn):
                 answered += count
-                advance(count)
+                advance(answered)
     finally:
         generator.close()
-    greedy = [answer for answer in answers if answer.sample is None]
-    _write(to, source, selected, answers, greedy)
+    greedy = _write(to, source, selected, answers)
     unfinished.path.unlink()
     counts = count_answers(answers)
     report_answers(to, counts, options.identity())
@@ -293,23 +292,19 @@ def _begin(
     return []
 
 
-def _write(
-    to: Path,
-    source: "Source",
-    selected: "Truth",
-    answers: Sequence["ImageAnswer"],
-    greedy: Sequence["ImageAnswer"],
-) -> None:
-    """Write all files. `greedy` are those of the answers that were not sampled."""
+def _write(to: Path, source: "Source", selected: "Truth", answers: Sequence["ImageAnswer"]) -> list["ImageAnswer"]:
+    """Write all files, and return the greedy answers."""
     from coordexp.evaluate import write_predictions
     from coordexp.evaluate.predictions import number_answered_classes, write_images, write_samples
 
+    greedy = [answer for answer in answers if answer.sample is None]
     categories = None if source.classes is None else number_answered_classes(source.classes, greedy)
     write_predictions(to, greedy, source.images, categories)
     if categories is not None:
         write_images(to, selected, categories)
     if sampled := [answer for answer in answers if answer.sample is not None]:
         write_samples(to, sampled)
+    return greedy
 
 
 def _draw(folder: Path, images: Path, selected: "Truth", greedy: Sequence["ImageAnswer"]) -> None:

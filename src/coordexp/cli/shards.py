@@ -1,9 +1,8 @@
-"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `--shard` and `--workers` of
-other commands."""
+"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `--shard` and `--workers`."""
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,7 +139,7 @@ def predict_shard(job: "PredictionJob", shard: "Shard") -> None:
     interrupted = "interrupted; the same command goes on with this shard"
     try:
         with interruptible(lambda: interrupted), bar(f"answering shard {shard}", images) as advance:
-            is_new = predictor(shard.number, advancing(advance))
+            is_new = predictor(shard.number, advance)
     finally:
         predictor.close()
     done = f"{images} images answered" if is_new else "it was finished before"
@@ -182,7 +181,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     interrupted = f"interrupted; the answers so far are in {job.folder}\n  {go_on}"
     message = f"answering with {len(places)} workers"
     with interruptible(lambda: interrupted), bar(message, predictor.images, before) as advance:
-        run_workers(replace(job, shards=count), numbers, places, advancing(advance), warn)
+        run_workers(replace(job, shards=count), numbers, places, lambda number: advance(before + number), warn)
     merge_predictions(job.folder, read_finished(job.folder), to, categories)
     shutil.rmtree(job.folder)
 
@@ -207,18 +206,6 @@ def _find_places(workers: str) -> list[dict[str, str]]:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // count))
     return [{"OMP_NUM_THREADS": threads}] * count
-
-
-def advancing(advance: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that advances a bar to a number, if the bar is not there yet."""
-    shown = 0
-
-    def advance_to(number: int) -> None:
-        nonlocal shown
-        advance(max(0, number - shown))
-        shown = max(shown, number)
-
-    return advance_to
 
 
 def warn(problem: str) -> None:
