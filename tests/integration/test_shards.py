@@ -70,6 +70,25 @@ def test_the_merged_shards_are_the_predictions_of_one_process_byte_for_byte(scen
     assert other.exit_code == 1 and "00002-of-00005.json was made with another" in other.output
 
 
+def test_the_suggestions_of_merged_shards_are_those_of_one_process(scenes):
+    words = ["data", "suggest", "--model", MODEL, "--data", scenes / "s/val.jsonl", *ANSWERED, "--samples", "1"]
+    words += ["--iou", "0.99", "--other-iou", "0.99", "--new-classes", "--page-limit", "3"]
+    whole = run(*words, "--out", scenes / "suggested")
+    assert whole.exit_code == 0, whole.output
+    assert (scenes / "suggested/suggestions.jsonl").stat().st_size
+    for number in (1, 0):
+        made = run(*words, "--out", scenes / "parts", "--shard", f"{number}/2")
+        assert made.exit_code == 0, made.output
+    merged = run("shards", "merge", scenes / "parts", "--out", scenes / "joined")
+    assert merged.exit_code == 0, merged.output
+    for name in ("suggestions.jsonl", "preds.json", "preds.answers.jsonl", "preds.samples.jsonl"):
+        assert (scenes / "joined" / name).read_bytes() == (scenes / "suggested" / name).read_bytes()
+    assert merged.output.splitlines()[-1].endswith("complete.html to accept or reject them")
+    other = run(*predict(scenes, "parts", "--samples", "1", "--shard", "0/2"))
+    assert other.exit_code == 1 and "another suggest" in other.output
+    assert run("shards", "merge", scenes / "parts", "--out", scenes / "joined").exit_code == 1
+
+
 def test_a_shard_that_was_killed_keeps_its_whole_batches_and_goes_on(scenes):
     words = ["-m", "coordexp", *map(str, predict(scenes, "killed", "--samples", "1", "--shard", "0/1"))]
     unfinished = scenes / "killed/00000-of-00001.unfinished.jsonl"

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,12 +97,15 @@ def progress(message: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[[], None]]:
+def bar(message: str, total: int, done: int = 0) -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal; in a log, print the message, and how far it is now and then.
-    Yield a function that advances the bar by one."""
+    Yield a function that advances the bar by one, or to the number that it gets."""
     with Progress(console=err, transient=True, disable=not err.is_terminal) as display:
         task = display.add_task(message, total=total, completed=done)
-        advance = partial(display.advance, task)
+
+        def advance(to: int | None = None) -> None:
+            display.update(task, completed=to, advance=1 if to is None else None)
+
         if err.is_terminal:
             yield advance
             return

@@ -1,5 +1,6 @@
 """`coordexp data suggest` and `coordexp data complete`: find labels that are missing, and add them."""
 
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from coordexp.cli.console import err, need, need_new, need_new_file, out, progress, sanitize
-from coordexp.cli.predict import MOST_SAMPLES, predict
-from coordexp.detect.answering import Backend
+from coordexp.cli.predict import MOST_SAMPLES, need_backend, predict
+from coordexp.cli.shards import predict_shard
+from coordexp.detect.answering import AnswerOptions, Backend, find_whole_model
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 SUGGESTIONS, PAGE, PREDICTIONS = "suggestions.jsonl", "complete.html", "preds.json"
 SHOWN_CLASSES = 5
+Placement = Literal["auto", "inside", "linked"]
 
 DataOption = Annotated[
     Path, typer.Option("--data", "-d", exists=True, dir_okay=False, help="A file of records.", show_default=False)
@@ -25,7 +28,9 @@ DataOption = Annotated[
 
 def suggest(
     data: DataOption,
-    folder: Annotated[Path, typer.Option("--out", "-o", help="A new folder.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Option("--out", "-o", help="A new folder. With --shard: of all shards.", show_default=False)
+    ],
     model: Annotated[Path | None, typer.Option("--model", "-m", help="The model folder that answers.")] = None,
     preds: Annotated[
         Path | None,
@@ -46,7 +51,7 @@ def suggest(
     ] = False,
     page_limit: Annotated[int, typer.Option(min=1, help="Suggestions on the page, the best ones.")] = 5000,
     images: Annotated[
-        Literal["auto", "inside", "linked"],
+        Placement,
         typer.Option(help="Images inside the page, or linked from where they are. auto: linked if over 300."),
     ] = "auto",
     backend: Annotated[Backend | None, typer.Option(help="With --model, as for predict. Unset: hf.")] = None,
@@ -54,6 +59,10 @@ def suggest(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="With --model, as for predict.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --model: only the first records.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="With --model: go on after an interruption.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="With --model, as for predict: answer only a part, before `shards merge`."),
+    ] = None,
 ) -> None:
     """Suggest missing labels: predicted objects that no label explains, with a page to decide about them."""
     for name, value in (("--iou", iou), ("--other-iou", other_iou)):
@@ -67,6 +76,16 @@ def suggest(
     if preds is not None and asking:
         option = next(iter(asking)).replace("_", "-")
         raise UserError(f"--{option} has no effect with --preds", "leave it out, or give --model instead")
+    from coordexp.detect.suggestions import SuggestionRules
+
+    comparison = asdict(SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive))
+    comparison |= {"page_limit": page_limit, "images": images}
+    if shard is not None:
+        if model is None or resume:
+            name = "--preds" if model is None else "--resume"
+            raise UserError(f"--shard has no effect with {name}", "leave one of them out")
+        _answer_shard(shard, model, data, folder, samples, comparison, asking)
+        return
     need("PIL", extra="evaluate")
     if model is not None and not resume:
         need_new(folder)
@@ -80,6 +99,29 @@ def suggest(
             if end.exit_code:  # 0: the predictions were complete before
                 raise
     assert preds is not None
+    compare_with_labels(data, preds, folder, samples, **comparison)
+
+
+def _answer_shard(
+    text: str, model: Path, data: Path, folder: Path, samples: int, suggest: dict[str, Any], asking: dict[str, Any]
+) -> None:
+    """Let the model answer a part of the images. `suggest` is kept for the comparison of all answers, which needs
+    the classes of all labels."""
+    from coordexp.data.shards import Shard
+    from coordexp.detect.shards import PredictionJob
+
+    need_backend(asking.get("backend"))
+    shard = Shard.parse(text)
+    given = {name: asking.pop(name) for name in ("max_new_tokens",) if name in asking}
+    options = AnswerOptions(samples=samples, **given)
+    job = PredictionJob(find_whole_model(model), data, folder, shard.count, options, **asking, suggest=suggest)
+    predict_shard(job, shard)
+
+
+def compare_with_labels(
+    data: Path, preds: Path, folder: Path, samples: int, page_limit: int, images: Placement, **rules: Any
+) -> None:
+    """Write the suggestions and their page. `rules` are those of `SuggestionRules`."""
     from coordexp.data import RecordFile
     from coordexp.detect.suggestions import SuggestionRules, suggest_labels, write_suggestions
     from coordexp.evaluate import read_predictions, read_truth
@@ -93,8 +135,7 @@ def suggest(
         answers = read_predictions(preds, truth)
         sampled = read_samples(preds, samples, [answer.image_id for answer in answers]) if samples else []
     with progress("comparing predictions with labels"):
-        rules = SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive)
-        report = suggest_labels(truth, chain(answers, *sampled), rules)
+        report = suggest_labels(truth, chain(answers, *sampled), SuggestionRules(**rules))
     with progress(f"writing {folder / PAGE}") as show:
 
         def show_image(number: int) -> None:

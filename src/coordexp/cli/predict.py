@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordexp.cli.console import bar, err, interruptible, need, need_page, out, progress
-from coordexp.cli.shards import predict_shard, predict_with_workers, report_unreadable, warn
+from coordexp.cli.shards import (
+    need_file,
+    predict_shard,
+    predict_with_workers,
+    report_answers,
+    report_unreadable,
+    warn,
+)
 from coordexp.config.settings import AnswerFormatName
 from coordexp.detect.answering import (
     API_KEY,
@@ -117,9 +124,7 @@ def predict(
         raise UserError("--served-model has no effect without --server", "leave it out")
     if page is not None:
         need_page(page, "--page")
-    need("torch", "transformers", *(("httpx",) if server else ()), extra="train")
-    if backend == "vllm":
-        need("vllm", extra="vllm")
+    need_backend(backend, server)
     model = find_whole_model(model)
     if shard is not None or workers is not None:
         from coordexp.data.shards import Shard
@@ -138,8 +143,7 @@ def predict(
     if shard is not None:
         predict_shard(job, part)
         return
-    if to.is_dir():
-        raise UserError(f"{to} is a folder", f"give the file to write, e.g. --out {to / 'preds.json'}")
+    need_file(to)
     if workers is not None:
         predict_with_workers(job, to, workers, resume)
         return
@@ -151,7 +155,8 @@ def predict(
     with progress("loading"):
         from transformers.utils import logging
 
-        from coordexp.detect.predicting import UnfinishedPredictions, identify
+        from coordexp.detect.predicting import UnfinishedPredictions, count_answers, identify
+        from coordexp.evaluate.predictions import images_path
 
         if not err.is_terminal:
             logging.disable_progress_bar()
@@ -177,12 +182,15 @@ def predict(
         with interruptible(describe_interruption), bar("answering", len(selected), answered) as advance:
             for count in unfinished.answer(answers, selected, answering, source.folder, batch, warn):
                 answered += count
-                for _ in range(count):
-                    advance()
+                advance(answered)
     finally:
         generator.close()
-    greedy = _write(to, source, selected, answers, options)
+    greedy = _write(to, source, selected, answers)
     unfinished.path.unlink()
+    counts = count_answers(answers)
+    report_answers(to, counts, options.identity())
+    if source.classes is not None:
+        out.print(f"the numbers of images and classes: {images_path(to)}", markup=False)
     if draw is not None:
         _draw(draw, source.folder, selected, greedy)
     if page is not None:
@@ -193,7 +201,14 @@ def predict(
             description = f"{model} on {data or sources[0]}"
             save_page(page, render_predictions(selected, greedy, source.folder, description))
         out.print(f"wrote {page}", markup=False)
-    report_unreadable(sum(not answer.was_asked for answer in greedy), len(greedy))
+    report_unreadable(counts)
+
+
+def need_backend(backend: Backend | None, server: str | None = None) -> None:
+    """Raise unless everything is installed that answers with this backend or server."""
+    need("torch", "transformers", *(("httpx",) if server else ()), extra="train")
+    if backend == "vllm":
+        need("vllm", extra="vllm")
 
 
 def _to_option(name: str) -> str:
@@ -277,35 +292,18 @@ def _begin(
     return []
 
 
-def _write(
-    to: Path, source: "Source", selected: "Truth", answers: Sequence["ImageAnswer"], options: AnswerOptions
-) -> list["ImageAnswer"]:
-    """Write all files, say what is in them, and return the greedy answers."""
+def _write(to: Path, source: "Source", selected: "Truth", answers: Sequence["ImageAnswer"]) -> list["ImageAnswer"]:
+    """Write all files, and return the greedy answers."""
     from coordexp.evaluate import write_predictions
-    from coordexp.evaluate.predictions import (
-        images_path,
-        number_answered_classes,
-        samples_path,
-        write_images,
-        write_samples,
-    )
+    from coordexp.evaluate.predictions import number_answered_classes, write_images, write_samples
 
     greedy = [answer for answer in answers if answer.sample is None]
     categories = None if source.classes is None else number_answered_classes(source.classes, greedy)
     write_predictions(to, greedy, source.images, categories)
-    out.print(f"{sum(len(answer.valid) for answer in greedy)} objects in {len(greedy)} images: {to}", markup=False)
     if categories is not None:
         write_images(to, selected, categories)
-        out.print(f"the numbers of images and classes: {images_path(to)}", markup=False)
-    if options.dedup is not None:
-        dropped = sum(len(answer.dropped) for answer in greedy)
-        out.print(f"{dropped} objects dropped as duplicates, at IoU {options.dedup:g} with an earlier object")
-    if options.samples:
-        write_samples(to, [answer for answer in answers if answer.sample is not None])
-        out.print(f"{options.samples} sampled answers of each image: {samples_path(to)}", markup=False)
-    if truncated := sum(answer.is_truncated for answer in greedy):
-        limit = options.max_new_tokens
-        err.print(f"{truncated} answers were cut off at {limit} tokens; --max-new-tokens allows more")
+    if sampled := [answer for answer in answers if answer.sample is not None]:
+        write_samples(to, sampled)
     return greedy
 
 

@@ -1,15 +1,25 @@
-"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `predict --shard`."""
+"""`coordexp shards`: how far the shards of a job are, and their results as one. Also `--shard` and `--workers`."""
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordexp.cli.console import JsonOption, bar, err, interruptible, need_new_file, out, progress, sanitize
+from coordexp.cli.console import (
+    JsonOption,
+    bar,
+    err,
+    interruptible,
+    need_new,
+    need_new_file,
+    out,
+    progress,
+    sanitize,
+)
 from coordexp.errors import UserError
 
 if TYPE_CHECKING:
@@ -55,13 +65,15 @@ def merge(
     to: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", dir_okay=False, help="Of predictions: preds.json, as for `predict`. Of records: JSONL."
+            "--out",
+            "-o",
+            help="Of predictions: preds.json, as for `predict`. Of suggestions: a new folder. Of records: JSONL.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write the files that one `coordexp predict` would have written, or print the report of one `data doctor`, or
-    write the records of an import or export to one file."""
+    """Write the files that one `predict` or `data suggest` would have written, or print the report of one `data
+    doctor`, or write the records of an import or export to one file."""
     from coordexp.data.shards import read_finished
 
     manifests = read_finished(folder)
@@ -75,7 +87,14 @@ def merge(
         file = "preds.json" if command == "predict" else "train.jsonl"
         raise UserError(f"the results of `{command}` are written to files", f"give --out {file}, without --json")
     if to is not None:
-        (merge_predictions if command == "predict" else merge_records)(folder, manifests, to)
+        suggest = manifests[0].request.get("suggest")
+        if command != "predict":
+            merge_records(folder, manifests, to)
+        elif suggest is None:
+            need_file(to)
+            merge_predictions(folder, manifests, to)
+        else:
+            merge_suggestions(folder, manifests, to, suggest)
         return
     from coordexp.cli.data import show_report
     from coordexp.data.doctor.shards import merge_facts
@@ -101,13 +120,32 @@ def merge_records(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> No
     from coordexp.cli.data_import import print_records
     from coordexp.data.shards import join_records
 
+    need_file(to)
     need_new_file(to)
     with progress(f"joining {folder}"):
         join_records(folder, manifests, to)
     print_records(manifests, to)
 
 
-def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -> None:
+def merge_suggestions(folder: Path, manifests: "Sequence[Manifest]", to: Path, rules: dict[str, Any]) -> None:
+    """Write the predictions of all shards to a new folder, and the suggestions that they give."""
+    from coordexp.cli.data_suggest import PREDICTIONS, compare_with_labels
+
+    need_new(to)
+    merge_predictions(folder, manifests, to / PREDICTIONS)
+    samples = manifests[0].request.get("samples", 0)
+    compare_with_labels(Path(manifests[0].data), to / PREDICTIONS, to, samples, **rules)
+
+
+def need_file(to: Path) -> None:
+    """Raise UserError if a file cannot be written because it would be a folder."""
+    if to.is_dir():
+        raise UserError(f"{to} is a folder", f"give the file to write, e.g. --out {to / 'preds.json'}")
+
+
+def merge_predictions(
+    folder: Path, manifests: "Sequence[Manifest]", to: Path, categories: dict[str, int] | None = None
+) -> None:
     """Write the predictions of all shards, and say what is in them. Raise UserError if most images are missing."""
     from coordexp.detect.predicting import refuse_leftovers
     from coordexp.detect.shards import merge_shards
@@ -115,17 +153,29 @@ def merge_predictions(folder: Path, manifests: "Sequence[Manifest]", to: Path) -
     request = manifests[0].request
     refuse_leftovers(to, samples=bool(request.get("samples")), records=True)
     with progress(f"joining {folder}") as show:
-        counts = merge_shards(folder, manifests, to, show)
+        counts = merge_shards(folder, manifests, to, categories, show)
+    report_answers(to, counts, request)
+    report_unreadable(counts)
+
+
+def report_answers(to: Path, counts: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    """Say what is in predictions, by the counts of `count_answers` and the options of `AnswerOptions.identity`."""
+    from coordexp.evaluate.predictions import samples_path
+
     out.print(f"{counts['objects']} objects in {counts['images']} images: {to}", markup=False)
-    if "dedup" in request:
-        out.print(f"{counts['dropped']} objects dropped as duplicates")
+    if "dedup" in options:
+        rule = f"at IoU {options['dedup']:g} with an earlier object"
+        out.print(f"{counts['dropped']} objects dropped as duplicates, {rule}")
+    if "samples" in options:
+        out.print(f"{options['samples']} sampled answers of each image: {samples_path(to)}", markup=False)
     if counts["truncated"]:
-        err.print(f"{counts['truncated']} answers were cut off at {request['max_new_tokens']} tokens")
-    report_unreadable(counts["unreadable"], counts["images"])
+        limit = f"{options['max_new_tokens']} tokens; --max-new-tokens allows more"
+        err.print(f"{counts['truncated']} answers were cut off at {limit}")
 
 
-def report_unreadable(unreadable: int, images: int) -> None:
+def report_unreadable(counts: Mapping[str, int]) -> None:
     """Say how many images could not be read. Raise UserError if these are most of them."""
+    unreadable, images = counts["unreadable"], counts["images"]
     if not unreadable:
         return
     fields = "their answers have finish_reason image_unreadable"
@@ -146,7 +196,7 @@ def predict_shard(job: "PredictionJob", shard: "Shard") -> None:
     interrupted = "interrupted; the same command goes on with this shard"
     try:
         with interruptible(lambda: interrupted), bar(f"answering shard {shard}", images) as advance:
-            is_new = predictor(shard.number, advancing(advance))
+            is_new = predictor(shard.number, advance)
     finally:
         predictor.close()
     done = f"{images} images answered" if is_new else "it was finished before"
@@ -159,8 +209,9 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     from coordexp.data import RecordFile
     from coordexp.data.shards import Shard, check_same_request, has_shards, manifest_path, read_finished, survey
     from coordexp.detect.predicting import refuse_leftovers
-    from coordexp.detect.shards import ShardPredictor, check_image_ids
+    from coordexp.detect.shards import ShardPredictor
     from coordexp.detect.workers import run_workers
+    from coordexp.evaluate.predictions import number_all_classes
 
     places = _find_places(workers)
     begun = survey(job.folder) if has_shards(job.folder) else None
@@ -174,7 +225,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
         )
     refuse_leftovers(to, samples=bool(job.options.samples), records=True)
     with progress("loading"):
-        check_image_ids(RecordFile(job.data))
+        categories = number_all_classes(RecordFile(job.data))
         predictor = ShardPredictor(job, warn)
     batches = -(-predictor.images // job.batch)
     count = min(batches, SHARDS_PER_WORKER * len(places)) if begun is None else begun.count
@@ -187,8 +238,8 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     interrupted = f"interrupted; the answers so far are in {job.folder}\n  {go_on}"
     message = f"answering with {len(places)} workers"
     with interruptible(lambda: interrupted), bar(message, predictor.images, before) as advance:
-        run_workers(replace(job, shards=count), numbers, places, advancing(advance), warn)
-    merge_predictions(job.folder, read_finished(job.folder), to)
+        run_workers(replace(job, shards=count), numbers, places, lambda number: advance(before + number), warn)
+    merge_predictions(job.folder, read_finished(job.folder), to, categories)
     shutil.rmtree(job.folder)
 
 
@@ -212,19 +263,6 @@ def _find_places(workers: str) -> list[dict[str, str]]:
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // count))
     return [{"OMP_NUM_THREADS": threads}] * count
-
-
-def advancing(advance: Callable[[], None]) -> Callable[[int], None]:
-    """Return a function that advances a bar to a number."""
-    shown = 0
-
-    def advance_to(number: int) -> None:
-        nonlocal shown
-        while shown < number:
-            advance()
-            shown += 1
-
-    return advance_to
 
 
 def warn(problem: str) -> None:

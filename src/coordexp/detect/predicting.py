@@ -114,6 +114,18 @@ def identify(model: AskedModel, source: Source, options: AnswerOptions, server: 
     }
 
 
+def count_answers(answers: "Sequence[ImageAnswer]") -> dict[str, int]:
+    """Return what is in the greedy answers, and how many of them are incomplete."""
+    greedy = [answer for answer in answers if answer.sample is None]
+    return {
+        "images": len(greedy),
+        "objects": sum(len(answer.valid) for answer in greedy),
+        "dropped": sum(len(answer.dropped) for answer in greedy),
+        "truncated": sum(answer.is_truncated for answer in greedy),
+        "unreadable": sum(not answer.was_asked for answer in greedy),
+    }
+
+
 def refuse_leftovers(predictions: Path, *, samples: bool, records: bool) -> None:
     """Raise UserError if files of earlier predictions would stay beside new ones, which have samples or are about
     records."""

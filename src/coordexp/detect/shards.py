@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from coordexp.config.settings import AnswerFormatName
 from coordexp.data import RecordFile
-from coordexp.data.export import number_classes
 from coordexp.data.shards import (
     Manifest,
     Shard,
@@ -27,7 +24,7 @@ from coordexp.data.shards import (
     result_path,
 )
 from coordexp.detect.answering import API_KEY, Answering, AnswerOptions, AskedModel, Backend, Generator
-from coordexp.detect.predicting import Source, UnfinishedPredictions, identify
+from coordexp.detect.predicting import Source, UnfinishedPredictions, count_answers, identify
 from coordexp.errors import DataError
 from coordexp.files import write_parts, write_whole
 from coordexp.tasks import ignore
@@ -53,6 +50,7 @@ class PredictionJob:
     backend: Backend = "hf"
     server: str | None = None
     served_model: str | None = None
+    suggest: dict[str, Any] | None = None  # the options of `data suggest`, if the answers are for that
 
 
 class ShardPredictor:
@@ -67,7 +65,8 @@ class ShardPredictor:
         job.options.check_format(self._model.answer_format.name)
         source = Source((), self._records.path.parent, self._records.sha256)
         cut = {"batch": job.batch, "images": self.images}
-        self.request = identify(self._model, source, job.options, job.server) | cut
+        suggest = {} if job.suggest is None else {"suggest": job.suggest}
+        self.request = identify(self._model, source, job.options, job.server) | cut | suggest
         self._generator: Generator | None = None
         self._longest = 0
 
@@ -123,39 +122,42 @@ class ShardPredictor:
         from coordexp.evaluate.predictions import to_line
 
         job = self.job
-        greedy = [answer for answer in answers if answer.sample is None]
-        if [answer.image_id for answer in greedy] != [image_id for image_id, _ in images]:
+        answered = [answer.image_id for answer in answers if answer.sample is None]
+        if answered != [image_id for image_id, _ in images]:
             raise DataError(
                 f"{job.folder}: the unfinished answers of shard {shard} are about other images",
                 f"remove {shard.name}.unfinished.jsonl, and make the shard again",
             )
         write_whole(result_path(job.folder, shard, "predict"), "".join(map(to_line, answers)))
-        counts = {
-            "images": len(greedy),
-            "objects": sum(len(answer.valid) for answer in greedy),
-            "dropped": sum(len(answer.dropped) for answer in greedy),
-            "truncated": sum(answer.is_truncated for answer in greedy),
-            "unreadable": sum(not answer.was_asked for answer in greedy),
-        }
         place = (shard.number, shard.count, part.start, part.stop, str(job.data.absolute()))
-        finish(job.folder, Manifest("predict", *place, self.request, counts))
+        finish(job.folder, Manifest("predict", *place, self.request, count_answers(answers)))
 
 
 def merge_shards(
-    folder: Path, manifests: Sequence[Manifest], to: Path, notify: Callable[[str], None] = ignore
+    folder: Path,
+    manifests: Sequence[Manifest],
+    to: Path,
+    categories: dict[str, int] | None = None,
+    notify: Callable[[str], None] = ignore,
 ) -> Counter[str]:
     """Write the predictions of all shards to `to` and the files beside it, and return the counts of all shards.
-    `manifests` are those of `read_finished`. Records and answers are read one by one. Raise DataError if the data
-    have changed."""
+    `manifests` are those of `read_finished`, and `categories` the numbers of all classes of the data, if they are
+    known. Records and answers are read one by one. Raise DataError if the data have changed."""
     from coordexp.evaluate.answer import parse_answer
-    from coordexp.evaluate.predictions import answers_path, read_checked, samples_path, to_detections, to_json
+    from coordexp.evaluate.predictions import (
+        answers_path,
+        number_all_classes,
+        read_checked,
+        samples_path,
+        to_detections,
+        to_json,
+    )
 
     first, counts = manifests[0], Counter[str]()
     records = RecordFile(Path(first.data), notify)
     if records.sha256 != first.request["data"]:
         raise DataError(f"{records} has changed since it was predicted on", "predict again")
-    check_image_ids(records)
-    categories = number_classes(item for index in range(len(records)) for item in records[index].objects)
+    categories = number_all_classes(records) if categories is None else categories
     images = map(records.read_with_image_id, range(manifests[-1].end))
     separator = "["
     with ExitStack() as files:
@@ -178,12 +180,3 @@ def merge_shards(
                     separator = ",\n"
         write("[]\n" if separator == "[" else "]\n")
     return counts
-
-
-def check_image_ids(records: RecordFile) -> None:
-    """Raise DataError if two records have the same number."""
-    from coordexp.evaluate import read_truth
-
-    numbers = (records.read_with_image_id(index)[0] for index in range(len(records)))
-    if len(np.unique(np.fromiter(numbers, dtype=np.int64))) < len(records):
-        read_truth(records)  # it says which ones

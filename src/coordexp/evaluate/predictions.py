@@ -19,13 +19,15 @@ the `category_id` of its objects, or else a number of its own. Reading is strict
 import itertools
 import json
 import reprlib
-from collections import Counter
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from coordexp.data import Record, Records
+import numpy as np
+
+from coordexp.data import Record, RecordObject, Records
 from coordexp.data.export import number_classes
 from coordexp.errors import DataError, explain
 from coordexp.evaluate.answer import (
@@ -37,6 +39,7 @@ from coordexp.evaluate.answer import (
     parse_detection,
 )
 from coordexp.files import write_whole
+from coordexp.tasks import ignore
 
 Truth = Sequence[tuple[int, Record]]  # records with the numbers that name their images
 NAMING_RULE = "an image_id is that of a record, or the number of its line if it has none"
@@ -59,17 +62,32 @@ def images_path(path: Path) -> Path:
 def read_truth(records: Records) -> Truth:
     """Return all records with the numbers that name their images. Raise DataError, before a model is asked
     anything, if two records have the same number or two classes the same `category_id`."""
-    truth = [records.read_with_image_id(index) for index in range(len(records))]
-    counts = Counter(number for number, _ in truth)
-    if len(counts) < len(truth):
-        number = next(number for number, count in counts.items() if count > 1)
+    truth: list[tuple[int, Record]] = []
+    number_all_classes(records, truth.append)
+    return truth
+
+
+def number_all_classes(records: Records, keep: Callable[[tuple[int, Record]], None] = ignore) -> dict[str, int]:
+    """Read all records, one by one, and return the number of every class. Raise DataError like `read_truth`.
+    `keep` gets every record with the number that names its image."""
+    image_ids = array("Q")
+
+    def read_objects() -> Iterator[RecordObject]:
+        for index in range(len(records)):
+            image_id, record = records.read_with_image_id(index)
+            image_ids.append(image_id)
+            keep((image_id, record))
+            yield from record.objects
+
+    classes = number_classes(read_objects())
+    numbers, counts = np.unique(np.frombuffer(image_ids, dtype=np.uint64), return_counts=True)
+    if len(numbers) < len(image_ids):
         raise DataError(
-            f"{records}: {counts[number]} records have the image_id {number} (a record without an image_id "
-            "has the number of its line, or in several files its number in all of them)",
+            f"{records}: {counts.max()} records have the image_id {numbers[counts.argmax()]} (a record without an "
+            "image_id has the number of its line, or in several files its number in all of them)",
             "give every record an image_id of its own, or remove image_id from all of them",
         )
-    category_ids(truth)
-    return truth
+    return classes
 
 
 def category_ids(truth: Truth) -> dict[str, int]:

@@ -30,7 +30,7 @@ def test_a_log_gets_lines_while_a_batch_runs_and_a_terminal_gets_none(monkeypatc
     with console.bar("answering", 8, done=4) as advance:
         wait_for(lines, 2)
         advance()
-        advance()
+        advance(6)
         wait_for(lines, 2)
     assert lines[0] == "answering" and lines[1] == "answering 4 of 8"
     assert lines[-1].startswith("answering 6 of 8, ") and "per second" in lines[-1]
