@@ -2,6 +2,7 @@
 server on this machine."""
 
 import errno
+import io
 import json
 import socket
 import threading
@@ -408,3 +409,28 @@ def test_without_the_package_of_a_store_the_message_says_what_to_install(monkeyp
     monkeypatch.setenv(stores.PREFIXES, "gs://bucket/")
     with pytest.raises(UserError, match="gcsfs"):
         read_image_bytes("gs://bucket/a.png")
+
+
+def test_an_object_is_a_file_that_is_read_in_blocks_and_breaks_no_image_when_it_changes(monkeypatch):
+    content, sizes = bytes(range(256)) * 20, []
+
+    def fake_ask(address):
+        sizes.append(address.size)
+        if address.offset + address.size > len(content) - 100:
+            raise ImageError("it ends early")
+        return content[address.offset : address.offset + address.size]
+
+    monkeypatch.setattr(stores, "list_objects", lambda url: {url: len(content)})
+    monkeypatch.setattr(stores._reader, "ask", fake_ask)
+    monkeypatch.setattr(stores, "BLOCK", 1000)
+    with stores.open_object("s3://bucket/a.tar") as file:
+        assert file.read(2500) == content[:2500]
+        file.seek(700)
+        assert file.read(10) == content[700:710]
+        assert file.seek(-5, io.SEEK_END) == len(content) - 5
+        with pytest.raises(StoreError, match="bucket"):
+            file.read(5)
+    assert max(sizes) <= 1000
+    monkeypatch.setattr(stores, "list_objects", lambda url: {})
+    with pytest.raises(DataError):
+        stores.open_object("s3://bucket/b.tar")
