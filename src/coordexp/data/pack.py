@@ -78,7 +78,8 @@ class ExportJob:
 
     @property
     def request(self) -> dict[str, Any]:
-        return {"data": self.records.sha256, "seed": self.seed, "images": len(self.records)}
+        of_data = {"data": self.records.sha256, "images": len(self.records)}
+        return of_data | {"format": self.form, "seed": self.seed}
 
     @cached_property
     def _order(self) -> NDArray[np.uint32]:

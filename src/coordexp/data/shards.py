@@ -113,7 +113,7 @@ def make_shard(folder: Path, manifest: Manifest, write: Callable[[Path], dict[st
     returns the counts that the manifest still lacks."""
     shard = Shard(manifest.shard, manifest.shards)
     with claim(folder, shard):
-        if is_finished(folder, shard, manifest.request):
+        if is_finished(folder, shard, manifest.request, manifest.command):
             return False
         counts = write(result_path(folder, shard, manifest.command))
         finish(folder, replace(manifest, counts=counts))
@@ -125,12 +125,13 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_finished(folder: Path, shard: Shard, request: dict[str, Any]) -> bool:
-    """Return True if a shard has a result. Raise DataError if that is the result of another request."""
+def is_finished(folder: Path, shard: Shard, request: dict[str, Any], command: Command) -> bool:
+    """Return True if a shard has a result. Raise DataError if that is the result of another request or command."""
     path = manifest_path(folder, shard)
     if not path.is_file():
         return False
-    check_same_request(path, _read_manifest(path).request, request)
+    before = _read_manifest(path)
+    check_same_request(path, before.request | {"command": before.command}, request | {"command": command})
     return True
 
 
