@@ -143,6 +143,9 @@ def test_a_damaged_tar_is_refused(tmp_path):
     for damaged in (
         content[:9000],
         content[:header] + b"x" * 512 + content[header + 512 :],
+        content[:header],
+        content[:header] + bytes(512) + content[header:],
+        content + content,
         b"\x1f\x8b" + content,
         b"",
     ):

@@ -60,7 +60,8 @@ def _open(location: str) -> IO[bytes]:
 
 
 def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
-    problem, fix = f"{location}: not a tar that can be read", "give tars that are complete and not compressed"
+    problem = f"{location}: not a tar that can be read"
+    fix = "give tars that are complete and not compressed; of tars that were joined with cat, give each by itself"
     with (
         _open(location) as file,
         explain((tarfile.TarError, OverflowError), problem, fix),  # a place beyond all files: OverflowError
@@ -70,9 +71,20 @@ def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
             where = f"{location}: {key}"
             with reader.counts.dropping(where):
                 yield _read_sample(location, list(members), where, reader)
-        file.seek(tar.offset)  # tarfile takes a damaged header for the end
-        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            raise tarfile.ReadError(f"damaged at byte {tar.offset:,}")
+        file.seek(tar.offset)
+        _check_end(file)
+
+
+def _check_end(file: IO[bytes]) -> None:
+    """Raise ReadError unless the rest of a tar is its end: two blocks of zeros at least, and nothing else. The
+    tarfile module also takes a damaged header, one block of zeros, or the end of the file for it."""
+    begin = end = file.tell()
+    while block := file.read(stores.BLOCK):
+        if block.strip(b"\0"):
+            raise tarfile.ReadError(f"damaged, or the end of a first tar, at byte {end:,}")
+        end += len(block)
+    if end - begin < 2 * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"cut off at byte {end:,}")
 
 
 def _list_members(
