@@ -60,7 +60,8 @@ def write_tar(records: Path) -> Iterator[Callable[[str, bytes], str]]:
 def image_suffix(content: bytes) -> str:
     """Return the suffix of the name of an image, such as `.png`. Raise ImageError if it is not an image."""
     with open_image_file(io.BytesIO(content)) as image:
-        return f".{str(image.format).lower()}"
+        # MPO are photos of phones: a JPEG, and smaller ones behind it
+        return ".jpeg" if image.format == "MPO" else f".{str(image.format).lower()}"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Records and their images in tars, which are imported again as the same records."""
 
+import io
 import json
 import sys
 import tarfile
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from coordexp.data import DataError, Record, RecordFile, RecordObject, pack
 from tests.unit.data.packed import draw
@@ -78,6 +80,13 @@ def test_an_export_to_another_format_is_not_taken_for_finished(tmp_path):
     other = pack.ExportJob("parquet", RecordFile(file), tmp_path / "out")
     with pytest.raises(DataError, match="another command and another format"):
         other(0)
+
+
+def test_a_photo_with_further_images_in_it_is_a_jpeg():
+    file = io.BytesIO()
+    photo = Image.new("RGB", (8, 8))
+    photo.save(file, "MPO", save_all=True, append_images=[photo])
+    assert [pack.image_suffix(content) for content in (file.getvalue(), draw(0))] == [".jpeg", ".png"]
 
 
 def test_parquet_says_which_package_it_needs(tmp_path, monkeypatch):
