@@ -105,8 +105,15 @@ def merge(
 def run_shards(job: "ImportJob | ExportJob", shard: str | None, message: str) -> "list[Manifest]":
     """Make those of the shards of a job, or of a part of them, that are not finished. Return the manifests of all
     of them."""
-    from coordexp.data.shards import Shard, survey
+    from coordexp.data.shards import Shard, has_shards, survey
 
+    if job.folder.suffix in (".json", ".jsonl"):
+        folder = job.folder.with_suffix("")
+        fix = f"give --out {folder}, and then join its files: coordexp shards merge {folder} --out {job.folder}"
+        raise UserError(f"--out {job.folder}: this writes a folder, and the name is that of a file", fix)
+    if has_shards(job.folder) and (count := survey(job.folder).count) != job.shards:
+        problem = f"{job.folder} has shards of a job with {count} shards, and this one has {job.shards}"
+        raise UserError(problem, "give another folder with --out, or remove that one")
     numbers = Shard.parse(shard).cut(job.shards) if shard else range(job.shards)
     for number in numbers:
         with progress(f"{message}, file {number + 1} of {job.shards}") as show:

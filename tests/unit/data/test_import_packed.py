@@ -180,6 +180,24 @@ def test_an_import_goes_on_with_the_files_that_are_not_finished_and_shards_make_
     assert other.exit_code == 1 and "another data" in other.output
 
 
+def test_an_import_needs_a_folder_without_shards_of_a_job_with_another_number(tmp_path):
+    write_webdataset(tmp_path / "s0.tar", {"0": LISTS})
+    words = ("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out")
+    run_well(*words, tmp_path / "out")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    write_webdataset(tmp_path / "s1.tar", {"1": LISTS})
+    refused = run(*words, tmp_path / "out")
+    assert refused.exit_code == 1 and "with 1 shards, and this one has 2" in refused.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+def test_a_folder_of_records_has_not_the_name_of_a_file(tmp_path):
+    write_webdataset(tmp_path / "s.tar", {"0": LISTS})
+    refused = run("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "train.jsonl")
+    assert refused.exit_code == 1 and f"shards merge {tmp_path / 'train'} --out" in refused.output
+    assert not (tmp_path / "train.jsonl").exists()
+
+
 def test_memory_does_not_grow_with_a_tar(tmp_path):
     def measure(count):
         file = write_webdataset(tmp_path / "s.tar", {str(k): LISTS | SIZE for k in range(count)})
