@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.data import RecordFile, read_records
+from coordexp.data import DataError, RecordFile, read_records
 from coordexp.data.images import read_image_bytes
-from coordexp.data.importers.packed import read_webdataset
+from coordexp.data.importers.packed import find_sources, read_webdataset
 from coordexp.data.importers.rows import RowReader
 from coordexp.data.importers.source import ImportCounts, Rules
 from tests.unit.data.packed import draw, write_members, write_tsv, write_webdataset
@@ -196,6 +196,12 @@ def test_a_folder_of_records_has_not_the_name_of_a_file(tmp_path):
     refused = run("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "train.jsonl")
     assert refused.exit_code == 1 and f"shards merge {tmp_path / 'train'} --out" in refused.output
     assert not (tmp_path / "train.jsonl").exists()
+
+
+def test_a_folder_of_a_store_needs_a_pattern():
+    with pytest.raises(DataError) as raised:
+        find_sources("s3://bucket/folder/", "tsv")
+    assert raised.value.fix.endswith("s3://bucket/folder/*annotations.tsv")
 
 
 def test_memory_does_not_grow_with_a_tar(tmp_path):

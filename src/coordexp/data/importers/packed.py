@@ -45,6 +45,8 @@ _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
 def find_sources(name: str, form: str) -> dict[str, int]:
     """Return the files that a path, a folder, a pattern or a URL with a pattern stands for, and their sizes."""
     if is_url(name):
+        if name.endswith("/"):
+            raise DataError(f"{name} is a folder", f"name the files in it: {name}*{ENDINGS[form]}")
         sizes = stores.list_objects(name)
     else:
         folder = Path(name)
