@@ -74,10 +74,9 @@ def merge(
 ) -> None:
     """Write the files that one `predict` or `data suggest` would have written, or print the report of one `data
     doctor`, or write the records of an import or export to one file."""
-    from coordexp.data.shards import read_finished
+    from coordexp.data.shards import list_finished, read_finished
 
-    manifests = read_finished(folder)
-    command = manifests[0].command
+    command = list_finished(folder)[0].command  # before all results are read
     if command == "export parquet":
         raise UserError("shards of Parquet are not joined", f"read all of them: {folder}/*.parquet")
     is_doctor = command == "doctor"
@@ -86,6 +85,7 @@ def merge(
     if not is_doctor and (to is None or as_json):
         file = "preds.json" if command == "predict" else "train.jsonl"
         raise UserError(f"the results of `{command}` are written to files", f"give --out {file}, without --json")
+    manifests = read_finished(folder)
     if to is not None:
         suggest = manifests[0].request.get("suggest")
         if command != "predict":

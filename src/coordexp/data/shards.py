@@ -207,9 +207,8 @@ def survey(folder: Path) -> Survey:
     return Survey(counts[0], finished, begun)
 
 
-def read_finished(folder: Path) -> list[Manifest]:
-    """Return the manifests of all shards, in order. Raise DataError unless every shard of one job is finished and
-    every result is the one that its shard wrote."""
+def list_finished(folder: Path) -> list[Manifest]:
+    """Return the manifests of all shards, in order. Raise DataError unless every shard of one job is finished."""
     known = survey(folder)
     if known.missing:
         more = f" and {len(known.missing) - SHOWN} more" if len(known.missing) > SHOWN else ""
@@ -218,8 +217,12 @@ def read_finished(folder: Path) -> list[Manifest]:
             f"{folder}: {len(known.missing)} of {known.count} shards are not finished: {numbers}",
             "run the command with --shard again for each of them; what they have already is kept",
         )
-    manifests = [known.finished[number] for number in range(known.count)]
-    end = 0
+    return [known.finished[number] for number in range(known.count)]
+
+
+def read_finished(folder: Path) -> list[Manifest]:
+    """Return what `list_finished` does. Raise DataError unless every result is the one that its shard wrote."""
+    manifests, end = list_finished(folder), 0
     for manifest in manifests:
         shard = Shard(manifest.shard, manifest.shards)
         path = manifest_path(folder, shard)

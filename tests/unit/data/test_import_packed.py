@@ -204,6 +204,14 @@ def test_a_folder_of_a_store_needs_a_pattern():
     assert raised.value.fix.endswith("s3://bucket/folder/*annotations.tsv")
 
 
+def test_a_merge_with_the_wrong_options_is_refused_before_results_are_read(tmp_path):
+    write_webdataset(tmp_path / "s.tar", {"0": LISTS})
+    run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
+    next((tmp_path / "out").glob("*.records.jsonl")).unlink()
+    assert "--out train.jsonl" in run("shards", "merge", tmp_path / "out").output
+    assert "not what its shard wrote" in run("shards", "merge", tmp_path / "out", "--out", tmp_path / "o").output
+
+
 def test_memory_does_not_grow_with_a_tar(tmp_path):
     def measure(count):
         file = write_webdataset(tmp_path / "s.tar", {str(k): LISTS | SIZE for k in range(count)})
