@@ -33,6 +33,7 @@ BLOCK = tarfile.BLOCKSIZE
 PER_SHARD = 10_000  # records
 AHEAD = 256  # images that are read ahead
 ROWS = 100  # of a row group of Parquet, as Hugging Face's datasets have it for images
+UNFIT = "`coordexp data doctor` finds sizes that are too large and text that cannot be written"
 Rows = Iterator[tuple[str, Record, bytes]]
 
 
@@ -149,7 +150,10 @@ def _write_parquet(result: Path, rows: Rows) -> None:
     unfinished = result.with_name(f"{result.name}{PARTIAL}")
     with parquet.ParquetWriter(unfinished, schema) as writer:
         while group := [_to_row(*row) for row in islice(rows, ROWS)]:
-            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+            problem = f"{result}: the records of {group[0]['image']['path']} to {group[-1]['image']['path']}"
+            with explain((pyarrow.ArrowException, ValueError, OverflowError), problem, UNFIT):
+                table = pyarrow.Table.from_pylist(group, schema)
+            writer.write_table(table)
     sync(unfinished)
     unfinished.replace(result)
 

@@ -212,6 +212,25 @@ def test_a_merge_with_the_wrong_options_is_refused_before_results_are_read(tmp_p
     assert "not what its shard wrote" in run("shards", "merge", tmp_path / "out", "--out", tmp_path / "o").output
 
 
+def test_a_header_with_a_broken_number_is_an_error_of_its_tar(tmp_path):
+    file = write_webdataset(tmp_path / "s.tar", {"0": LISTS})
+    content = bytearray(file.read_bytes())
+    info = tarfile.TarInfo("h")
+    info.type, record = tarfile.XHDTYPE, b"22 GNU.sparse.map=a,b\n"
+    info.size = len(record)
+    file.write_bytes(info.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + content)
+    with pytest.raises(DataError) as raised:
+        list(read_webdataset(str(file), RowReader(None, Rules(boxes="xywh"), ImportCounts())))
+    assert raised.value.problem.startswith(f"{file}: not a tar") and raised.value.fix
+
+
+def test_a_stated_size_that_no_model_accepts_is_left_out(tmp_path):
+    huge = {"width": 10**12, "height": 48}
+    write_webdataset(tmp_path / "s.tar", {"0": LISTS | huge, "1": OWN | huge, "2": LISTS})
+    shown = run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
+    assert "1 images, 2 objects" in shown and "size that no model accepts" in shown
+
+
 def test_memory_does_not_grow_with_a_tar(tmp_path):
     def measure(count):
         file = write_webdataset(tmp_path / "s.tar", {str(k): LISTS | SIZE for k in range(count)})

@@ -16,7 +16,7 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -62,19 +62,19 @@ def _open(location: str) -> IO[bytes]:
 
 
 def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
-    problem = f"{location}: not a tar that can be read"
-    fix = "give tars that are complete and not compressed; of tars that were joined with cat, give each by itself"
     with (
         _open(location) as file,
-        explain((tarfile.TarError, OverflowError), problem, fix),  # a place beyond all files: OverflowError
-        tarfile.open(fileobj=file, mode="r:") as tar,
-    ):
-        for key, members in groupby(_list_members(tar, location, reader.counts), key=itemgetter(0)):
+        _explain_tar(location, tarfile.TarError, OverflowError),
+    ):  # a place beyond all files
+        for key, members in groupby(_list_members(file, location, reader.counts), key=itemgetter(0)):
             where = f"{location}: {key}"
             with reader.counts.dropping(where):
                 yield _read_sample(location, list(members), where, reader)
-        file.seek(tar.offset)
-        _check_end(file)
+
+
+def _explain_tar(location: str, *kinds: type[Exception]) -> AbstractContextManager[None]:
+    fix = "give tars that are complete and not compressed; of tars that were joined with cat, give each by itself"
+    return explain(kinds, f"{location}: not a tar that can be read", fix)
 
 
 def _check_end(file: IO[bytes]) -> None:
@@ -90,19 +90,23 @@ def _check_end(file: IO[bytes]) -> None:
 
 
 def _list_members(
-    tar: tarfile.TarFile, location: str, counts: ImportCounts
+    file: IO[bytes], location: str, counts: ImportCounts
 ) -> Iterator[tuple[str, str, tarfile.TarInfo, IO[bytes]]]:
     """Yield the name of the sample, the kind, the place and the content of every file in a tar."""
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined] # which would grow with the tar
-        match = _SAMPLE.fullmatch(member.name)
-        if member.size < 0:  # tarfile would go back, and read the same members for ever
-            raise tarfile.ReadError(f"member {member.name} of a negative size")
-        file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
-        if match and file is not None:
-            yield match[1], match[2].lower(), member, file
-        elif not member.isdir():
-            counts.add("dropped", "member that is no file with a suffix", f"{location}: {member.name}")
+    # A broken header may be any ValueError of the tarfile module, and very many extended headers a RecursionError.
+    with _explain_tar(location, ValueError, RecursionError), tarfile.open(fileobj=file, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined] # which would grow with the tar
+            match = _SAMPLE.fullmatch(member.name)
+            if member.size < 0:  # tarfile would go back, and read the same members for ever
+                raise tarfile.ReadError(f"member {member.name} of a negative size")
+            content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+            if match and content is not None:
+                yield match[1], match[2].lower(), member, content
+            elif not member.isdir():
+                counts.add("dropped", "member that is no file with a suffix", f"{location}: {member.name}")
+        file.seek(tar.offset)
+        _check_end(file)
 
 
 def _read_sample(location: str, members: list[Any], where: str, reader: RowReader) -> SourceImage:
@@ -157,18 +161,29 @@ def read_parquet(
     import pyarrow  # type: ignore[import-not-found]
     from pyarrow import parquet
 
+    # pyarrow raises OSError for damaged pages, and ValueError for text that is not UTF-8.
+    kinds = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
     problem = f"{location}: not Parquet that can be read"
-    with _open(location) as file, explain(pyarrow.ArrowException, problem, "give complete files"):
-        table = parquet.ParquetFile(file)
-        schema = table.schema_arrow
-        if column not in schema.names:
-            problem = f"{location}: no column {column}; it has {', '.join(schema.names)}"
-            raise DataError(problem, "name that of the images with --key")
+
+    def list_rows(columns: list[str]) -> Iterator[dict[str, Any]]:
+        with explain(kinds, problem, "give complete files"):
+            for batch in table.iter_batches(ROWS, columns=columns):
+                yield from batch.to_pylist()
+
+    with _open(location) as file:
+        with explain(kinds, problem, "give complete files"):
+            table = parquet.ParquetFile(file)
+            names, metadata = table.schema_arrow.names, table.schema_arrow.metadata or {}
+        if column not in names:
+            missing = f"{location}: no column {column}; it has {', '.join(names)}"
+            raise DataError(missing, "name that of the images with --key")
         if reader.names is None:
-            reader = replace(reader, names=_find_class_names(schema.metadata or {}))
-        columns = [key for key in (column, *SIZE_KEYS, *ID_KEYS, *LISTS) if key in schema.names]
-        rows = (row for batch in table.iter_batches(ROWS, columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
+            fix = "give the names of the classes with --names"
+            broken = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+            with explain(broken, f"{location}: its metadata `huggingface` cannot be read", fix):
+                reader = replace(reader, names=_find_class_names(metadata))
+        columns = [key for key in (column, *SIZE_KEYS, *ID_KEYS, *LISTS) if key in names]
+        for number, row in enumerate(list_rows(columns), start=1):
             where = f"{location}, row {number}"
             with reader.counts.dropping(where):
                 image = row.pop(column)

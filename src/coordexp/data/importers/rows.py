@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordexp.data.images import Source, read_image_size
+from coordexp.data.images import Source, read_image_size, size_problem
 from coordexp.data.importers.coco import keep_id, read_rings
 from coordexp.data.importers.source import (
     Dropped,
@@ -51,10 +51,13 @@ class RowReader:
         where its size is read if the row does not state it. Raise Dropped or ImageError if the row cannot be
         used."""
         if "space" in row:
-            return _read_record(row, address, where)
+            record = _read_record(row, address, where)
+            _check_size(record.width, record.height)
+            return record
         size: tuple[Any, Any] = row.get("width"), row.get("height")
         if not all(type(side) is int and side > 0 for side in size):
             size = read_image_size(image)
+        _check_size(*size)
         labels = next((row[key] for key in LISTS if row.get(key) is not None), None)
         if labels is None:
             self.counts.add("noted", "image without labels", where)
@@ -102,6 +105,11 @@ class RowReader:
             rings = read_rings(label.get("segmentation"), size, where, self.counts)
         category_id = None if number is None else keep_id(number, "category", self.counts)
         return SourceObject(name, where, box, tuple(rings), category_id)
+
+
+def _check_size(width: int, height: int) -> None:
+    if size_problem(width, height):
+        raise Dropped("image of a size that no model accepts")
 
 
 def _read_record(row: Row, address: str, where: str) -> SourceImage:
