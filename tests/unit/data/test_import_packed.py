@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.data import DataError, RecordFile, read_records
+from coordexp.data import DataError, RecordFile, read_records, stores
 from coordexp.data.images import read_image_bytes
+from coordexp.data.importers import packed
 from coordexp.data.importers.packed import find_sources, read_webdataset
 from coordexp.data.importers.rows import RowReader
 from coordexp.data.importers.source import ImportCounts, Rules
@@ -229,6 +230,21 @@ def test_a_stated_size_that_no_model_accepts_is_left_out(tmp_path):
     write_webdataset(tmp_path / "s.tar", {"0": LISTS | huge, "1": OWN | huge, "2": LISTS})
     shown = run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
     assert "1 images, 2 objects" in shown and "size that no model accepts" in shown
+
+
+def test_what_is_too_large_to_be_read_at_once_is_left_out_or_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "MOST_LABELS", 200)
+    monkeypatch.setattr(packed, "MOST_MEMBERS", 3)
+    image, large = draw(0), json.dumps(LISTS).encode() + bytes(200)
+    several = [(f"1.{kind}", image) for kind in ("png", "a", "b", "c")]
+    images, drops = count_drops(tmp_path, [("0.png", image), ("0.json", large), *several, ("2.png", image)])
+    assert images == 1 and drops == {"labels of more than 200 bytes": 1, "sample of more than 3 members": 1}
+    file, counts = write_tsv(tmp_path, [REX, REX | {"more": "x" * 300}]), ImportCounts()
+    with pytest.raises(DataError, match="tsv:2: a line of more than 200 bytes"):
+        list(packed.read_tsv(str(file), RowReader(None, Rules(boxes="xyxy"), counts)))
+    monkeypatch.setattr(stores, "LARGEST", len(image) // 2)
+    assert not list(packed.read_tsv(str(write_tsv(tmp_path, [REX])), RowReader(None, Rules(boxes="xyxy"), counts)))
+    assert [entry.reason for entry in counts.entries] == [f"image of more than {len(image) // 2} bytes"]
 
 
 def test_memory_does_not_grow_with_a_tar(tmp_path):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,8 @@ from coordexp.files import RELATIVE_PATHS, describe_missing, match_files, open_f
 from coordexp.tasks import ignore
 
 ENDINGS = {"webdataset": ".tar", "parquet": ".parquet", "tsv": "annotations.tsv"}  # of the files in a folder
+MOST_LABELS = 2**26  # bytes of the labels of an image
+MOST_MEMBERS = 100  # of a sample
 ROWS = 32  # of Parquet that are in memory at a time
 _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
 
@@ -69,7 +71,7 @@ def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
         for key, members in groupby(_list_members(file, location, reader.counts), key=itemgetter(0)):
             where = f"{location}: {key}"
             with reader.counts.dropping(where):
-                yield _read_sample(location, list(members), where, reader)
+                yield _read_sample(location, list(islice(members, MOST_MEMBERS + 1)), where, reader)
 
 
 def _explain_tar(location: str, *kinds: type[Exception]) -> AbstractContextManager[None]:
@@ -110,6 +112,8 @@ def _list_members(
 
 
 def _read_sample(location: str, members: list[Any], where: str, reader: RowReader) -> SourceImage:
+    if len(members) > MOST_MEMBERS:
+        raise Dropped(f"sample of more than {MOST_MEMBERS} members")
     files = {kind: file for _, kind, _, file in members}
     images = [(kind, place) for _, kind, place, _ in members if f".{kind}" in (".gif", *SUFFIXES)]
     if len(files) < len(members) or len(images) != 1:
@@ -117,11 +121,13 @@ def _read_sample(location: str, members: list[Any], where: str, reader: RowReade
     ((kind, place),) = images
     if files.keys() - {"json", kind}:
         reader.counts.add("noted", "sample with members that are neither an image nor .json: not read", where)
-    row = _parse_row(files["json"].read()) if "json" in files else {}
+    row = _parse_row(files["json"].read(MOST_LABELS + 1)) if "json" in files else {}
     return reader.read(row, f"{location}#bytes={place.offset_data}:{place.size}", files[kind], where)
 
 
 def _parse_row(text: bytes) -> dict[str, Any]:
+    if len(text) > MOST_LABELS:
+        raise Dropped(f"labels of more than {MOST_LABELS:,} bytes")
     try:
         row = load_strictly(text)
     except ValueError:
@@ -137,14 +143,19 @@ def read_tsv(location: str, reader: RowReader) -> Iterator[SourceImage]:
     if images == location:
         raise DataError(f"{location}: its name does not say which file has the images", "give *annotations.tsv")
     with _open(location) as file, _open(images) as image_file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(partial(file.readline, MOST_LABELS + 1), b""), start=1):
             where = f"{location}:{number}"
+            if len(line) > MOST_LABELS:
+                problem = f"{where}: a line of more than {MOST_LABELS:,} bytes"
+                raise DataError(problem, "give *annotations.tsv with the labels of one image on each line")
             with reader.counts.dropping(where):
                 offset, _, labels = line.partition(b"\t")
                 if not re.fullmatch(rb"\d{1,18}", offset):
                     raise Dropped("line that is not the place of an image and its labels")
                 image_file.seek(int(offset))
-                key, _, content = image_file.readline().rstrip(b"\r\n").partition(b"\t")
+                key, _, content = image_file.readline(2 * stores.LARGEST).rstrip(b"\r\n").partition(b"\t")
+                if len(content) * 3 // 4 > stores.LARGEST:  # base64 has four bytes for three
+                    raise Dropped(f"image of more than {stores.LARGEST:,} bytes")
                 begin = int(offset) + len(key) + 1
                 if content.startswith(b"b'"):  # as Python prints bytes
                     begin, content = begin + 2, content[2:-1]
