@@ -247,6 +247,14 @@ def test_what_is_too_large_to_be_read_at_once_is_left_out_or_named(tmp_path, mon
     assert [entry.reason for entry in counts.entries] == [f"image of more than {len(image) // 2} bytes"]
 
 
+def test_a_name_in_a_tar_does_not_steer_the_terminal(tmp_path):
+    write_webdataset(tmp_path / "s.tar", {"0\x1b[31m\x9b": LISTS})
+    refused = run("data", "import", "webdataset", tmp_path, "--out", tmp_path / "out")
+    assert refused.exit_code == 1 and r"0\x1b[31m\x9b, object 1" in refused.output
+    shown = run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
+    assert "\x1b[31m" not in shown
+
+
 def test_memory_does_not_grow_with_a_tar(tmp_path):
     def measure(count):
         file = write_webdataset(tmp_path / "s.tar", {str(k): LISTS | SIZE for k in range(count)})
