@@ -61,7 +61,7 @@ def write_tar(records: Path) -> Iterator[Callable[[str, bytes], str]]:
 def image_suffix(content: bytes) -> str:
     """Return the suffix of the name of an image, such as `.png`. Raise ImageError if it is not an image."""
     with open_image_file(io.BytesIO(content)) as image:
-        # MPO are photos of phones: a JPEG, and smaller ones behind it
+        # MPO, of phones, is a JPEG with smaller ones behind it.
         return ".jpeg" if image.format == "MPO" else f".{str(image.format).lower()}"
 
 
@@ -80,8 +80,8 @@ class ExportJob:
 
     @property
     def request(self) -> dict[str, Any]:
-        of_data = {"data": self.records.sha256, "images": len(self.records)}
-        return of_data | {"format": self.form, "seed": self.seed}
+        count = len(self.records)
+        return {"data": self.records.sha256, "format": self.form, "seed": self.seed, "images": count}
 
     @cached_property
     def _order(self) -> NDArray[np.uint32]:

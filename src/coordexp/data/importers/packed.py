@@ -64,10 +64,8 @@ def _open(location: str) -> IO[bytes]:
 
 
 def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
-    with (
-        _open(location) as file,
-        _explain_tar(location, tarfile.TarError, OverflowError),
-    ):  # a place beyond all files
+    # A place beyond all files is an OverflowError.
+    with _open(location) as file, _explain_tar(location, tarfile.TarError, OverflowError):
         for key, members in groupby(_list_members(file, location, reader.counts), key=itemgetter(0)):
             where = f"{location}: {key}"
             with reader.counts.dropping(where):

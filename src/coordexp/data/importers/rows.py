@@ -51,9 +51,7 @@ class RowReader:
         where its size is read if the row does not state it. Raise Dropped or ImageError if the row cannot be
         used."""
         if "space" in row:
-            record = _read_record(row, address, where)
-            _check_size(record.width, record.height)
-            return record
+            return _read_record(row, address, where)
         size: tuple[Any, Any] = row.get("width"), row.get("height")
         if not all(type(side) is int and side > 0 for side in size):
             size = read_image_size(image)
@@ -117,6 +115,7 @@ def _read_record(row: Row, address: str, where: str) -> SourceImage:
         record = parse_record(json.dumps({**row, "image": "-"}))
     except ValueError as error:
         raise Dropped("record that breaks a rule of records") from error
+    _check_size(record.width, record.height)
     objects = []
     for item in record.objects:
         coords = record.in_pixels(item)
