@@ -20,7 +20,7 @@ def a_shard_that_is_none(folder, text):
 @provoke({"max_new_tokens": 8}, {"data": "b"})
 def a_shard_of_another_request(folder, changes):
     write_shards(folder, 1)
-    is_finished(folder, Shard(0, 1), REQUEST | changes)
+    is_finished(folder, Shard(0, 1), REQUEST | changes, "predict")
 
 
 @provoke(0, 2)

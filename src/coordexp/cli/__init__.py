@@ -51,7 +51,7 @@ class Commands(TyperGroup):
             explained = error if is_clear else doctor.explain_torchvision(error)
             if explained is None:
                 raise
-            logger.error(Text(str(explained), style="red"))
+            logger.error(Text(console.escape(str(explained)), style="red"))
             raise typer.Exit(1) from None
 
 

@@ -142,6 +142,11 @@ def sanitize(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+def escape(text: str) -> str:
+    """Return a message with escapes in place of characters that steer a terminal, which names in data may have."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def shorten(text: str, most: int = 1000) -> str:
     """Return the text without its middle, if it is longer than a message should be."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -74,10 +74,9 @@ def merge(
 ) -> None:
     """Write the files that one `predict` or `data suggest` would have written, or print the report of one `data
     doctor`, or write the records of an import or export to one file."""
-    from coordexp.data.shards import read_finished
+    from coordexp.data.shards import list_finished, read_finished
 
-    manifests = read_finished(folder)
-    command = manifests[0].command
+    command = list_finished(folder)[0].command  # before all results are read
     if command == "export parquet":
         raise UserError("shards of Parquet are not joined", f"read all of them: {folder}/*.parquet")
     is_doctor = command == "doctor"
@@ -86,6 +85,7 @@ def merge(
     if not is_doctor and (to is None or as_json):
         file = "preds.json" if command == "predict" else "train.jsonl"
         raise UserError(f"the results of `{command}` are written to files", f"give --out {file}, without --json")
+    manifests = read_finished(folder)
     if to is not None:
         suggest = manifests[0].request.get("suggest")
         if command != "predict":
@@ -105,8 +105,15 @@ def merge(
 def run_shards(job: "ImportJob | ExportJob", shard: str | None, message: str) -> "list[Manifest]":
     """Make those of the shards of a job, or of a part of them, that are not finished. Return the manifests of all
     of them."""
-    from coordexp.data.shards import Shard, survey
+    from coordexp.data.shards import Shard, has_shards, survey
 
+    if job.folder.suffix in (".json", ".jsonl"):
+        folder = job.folder.with_suffix("")
+        fix = f"give --out {folder}, and then join its files: coordexp shards merge {folder} --out {job.folder}"
+        raise UserError(f"--out {job.folder}: this writes a folder, and the name is that of a file", fix)
+    if has_shards(job.folder) and (count := survey(job.folder).count) != job.shards:
+        problem = f"{job.folder} has shards of a job with {count} shards, and this one has {job.shards}"
+        raise UserError(problem, "give another folder with --out, or remove that one")
     numbers = Shard.parse(shard).cut(job.shards) if shard else range(job.shards)
     for number in numbers:
         with progress(f"{message}, file {number + 1} of {job.shards}") as show:

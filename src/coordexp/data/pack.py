@@ -33,6 +33,7 @@ BLOCK = tarfile.BLOCKSIZE
 PER_SHARD = 10_000  # records
 AHEAD = 256  # images that are read ahead
 ROWS = 100  # of a row group of Parquet, as Hugging Face's datasets have it for images
+UNFIT = "`coordexp data doctor` finds sizes that are too large and text that cannot be written"
 Rows = Iterator[tuple[str, Record, bytes]]
 
 
@@ -60,7 +61,8 @@ def write_tar(records: Path) -> Iterator[Callable[[str, bytes], str]]:
 def image_suffix(content: bytes) -> str:
     """Return the suffix of the name of an image, such as `.png`. Raise ImageError if it is not an image."""
     with open_image_file(io.BytesIO(content)) as image:
-        return f".{str(image.format).lower()}"
+        # MPO, of phones, is a JPEG with smaller ones behind it.
+        return ".jpeg" if image.format == "MPO" else f".{str(image.format).lower()}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class ExportJob:
 
     @property
     def request(self) -> dict[str, Any]:
-        return {"data": self.records.sha256, "seed": self.seed, "images": len(self.records)}
+        count = len(self.records)
+        return {"data": self.records.sha256, "format": self.form, "seed": self.seed, "images": count}
 
     @cached_property
     def _order(self) -> NDArray[np.uint32]:
@@ -147,7 +150,10 @@ def _write_parquet(result: Path, rows: Rows) -> None:
     unfinished = result.with_name(f"{result.name}{PARTIAL}")
     with parquet.ParquetWriter(unfinished, schema) as writer:
         while group := [_to_row(*row) for row in islice(rows, ROWS)]:
-            writer.write_table(pyarrow.Table.from_pylist(group, schema))
+            problem = f"{result}: the records of {group[0]['image']['path']} to {group[-1]['image']['path']}"
+            with explain((pyarrow.ArrowException, ValueError, OverflowError), problem, UNFIT):
+                table = pyarrow.Table.from_pylist(group, schema)
+            writer.write_table(table)
     sync(unfinished)
     unfinished.replace(result)
 

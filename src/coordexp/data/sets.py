@@ -93,14 +93,16 @@ def find_wrong_kind(setting: str, records: Iterable[AnyRecord], trains_chat: boo
 
 
 def open_data(sets: Sequence[Sequence[Path]], notify: Callable[[str], None] = ignore) -> Records:
-    """Open the files of one or more data sets. Several sets are joined to one `RecordSet`, whose `parts` they are.
-    A single file is opened as such. If there are many files for what a process may have open, a file is opened for
-    each record that is read. `notify` gets messages while large files are read for the first time."""
+    """Open the files of one or more data sets. Several sets are joined to one `RecordSet`, whose `parts` they
+    are. A single file is opened as such. Empty files are left out, unless all files of a set are empty. If there
+    are many files for what a process may have open, a file is opened for each record that is read. `notify` gets
+    messages while large files are read for the first time."""
     stays_open = sum(map(len, sets)) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // OPEN_SHARE
 
     def open_set(paths: Sequence[Path]) -> Records:
-        indices = zip(paths, open_indices(paths, notify), strict=True)
-        return _join([RecordFile(path, notify, index, stays_open) for path, index in indices])
+        indices = list(zip(paths, open_indices(paths, notify), strict=True))
+        with_records = [(path, index) for path, index in indices if len(index)]
+        return _join([RecordFile(path, notify, index, stays_open) for path, index in with_records or indices])
 
     return _join([open_set(paths) for paths in sets])
 

@@ -113,7 +113,7 @@ def make_shard(folder: Path, manifest: Manifest, write: Callable[[Path], dict[st
     returns the counts that the manifest still lacks."""
     shard = Shard(manifest.shard, manifest.shards)
     with claim(folder, shard):
-        if is_finished(folder, shard, manifest.request):
+        if is_finished(folder, shard, manifest.request, manifest.command):
             return False
         counts = write(result_path(folder, shard, manifest.command))
         finish(folder, replace(manifest, counts=counts))
@@ -125,12 +125,13 @@ def _hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_finished(folder: Path, shard: Shard, request: dict[str, Any]) -> bool:
-    """Return True if a shard has a result. Raise DataError if that is the result of another request."""
+def is_finished(folder: Path, shard: Shard, request: dict[str, Any], command: Command) -> bool:
+    """Return True if a shard has a result. Raise DataError if that is the result of another request or command."""
     path = manifest_path(folder, shard)
     if not path.is_file():
         return False
-    check_same_request(path, _read_manifest(path).request, request)
+    before = _read_manifest(path)
+    check_same_request(path, before.request | {"command": before.command}, request | {"command": command})
     return True
 
 
@@ -206,9 +207,8 @@ def survey(folder: Path) -> Survey:
     return Survey(counts[0], finished, begun)
 
 
-def read_finished(folder: Path) -> list[Manifest]:
-    """Return the manifests of all shards, in order. Raise DataError unless every shard of one job is finished and
-    every result is the one that its shard wrote."""
+def list_finished(folder: Path) -> list[Manifest]:
+    """Return the manifests of all shards, in order. Raise DataError unless every shard of one job is finished."""
     known = survey(folder)
     if known.missing:
         more = f" and {len(known.missing) - SHOWN} more" if len(known.missing) > SHOWN else ""
@@ -217,8 +217,12 @@ def read_finished(folder: Path) -> list[Manifest]:
             f"{folder}: {len(known.missing)} of {known.count} shards are not finished: {numbers}",
             "run the command with --shard again for each of them; what they have already is kept",
         )
-    manifests = [known.finished[number] for number in range(known.count)]
-    end = 0
+    return [known.finished[number] for number in range(known.count)]
+
+
+def read_finished(folder: Path) -> list[Manifest]:
+    """Return what `list_finished` does. Raise DataError unless every result is the one that its shard wrote."""
+    manifests, end = list_finished(folder), 0
     for manifest in manifests:
         shard = Shard(manifest.shard, manifest.shards)
         path = manifest_path(folder, shard)

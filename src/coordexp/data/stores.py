@@ -273,6 +273,8 @@ def list_objects(pattern: str) -> dict[str, int]:
         raise UserError(f"{location}: files are read from {', '.join(PACKAGES)}", "download it, and give its path")
     try:
         entries = _reader.open_system(scheme).glob(location, detail=True)
+    except UserError:  # a missing package
+        raise
     except Exception as error:
         raise _refused(Address(location), _describe(error)) from error
     return {f"{scheme}://{name}": item["size"] for name, item in sorted(entries.items()) if item["type"] == "file"}

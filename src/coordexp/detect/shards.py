@@ -75,7 +75,7 @@ class ShardPredictor:
         was answered before an interruption is kept. `notify` gets the number of images that are answered."""
         shard, job = Shard(number, self.job.shards), self.job
         with claim(job.folder, shard):
-            if is_finished(job.folder, shard, self.request):
+            if is_finished(job.folder, shard, self.request, "predict"):
                 return False
             part = shard.cut(self.images, job.batch)
             images = [self._records.read_with_image_id(index) for index in part]

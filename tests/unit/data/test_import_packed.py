@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from coordexp.cli import app
-from coordexp.data import RecordFile, read_records
+from coordexp.data import DataError, RecordFile, read_records, stores
 from coordexp.data.images import read_image_bytes
-from coordexp.data.importers.packed import read_webdataset
+from coordexp.data.importers import packed
+from coordexp.data.importers.packed import find_sources, read_webdataset
 from coordexp.data.importers.rows import RowReader
 from coordexp.data.importers.source import ImportCounts, Rules
 from tests.unit.data.packed import draw, write_members, write_tsv, write_webdataset
@@ -143,6 +144,9 @@ def test_a_damaged_tar_is_refused(tmp_path):
     for damaged in (
         content[:9000],
         content[:header] + b"x" * 512 + content[header + 512 :],
+        content[:header],
+        content[:header] + bytes(512) + content[header:],
+        content + content,
         b"\x1f\x8b" + content,
         b"",
     ):
@@ -175,6 +179,80 @@ def test_an_import_goes_on_with_the_files_that_are_not_finished_and_shards_make_
     assert len(list((tmp_path / "torn").glob("*-of-00005.json"))) == 4
     other = run(*words, shards, "--shard", "0/1")
     assert other.exit_code == 1 and "another data" in other.output
+
+
+def test_an_import_needs_a_folder_without_shards_of_a_job_with_another_number(tmp_path):
+    write_webdataset(tmp_path / "s0.tar", {"0": LISTS})
+    words = ("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out")
+    run_well(*words, tmp_path / "out")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    write_webdataset(tmp_path / "s1.tar", {"1": LISTS})
+    refused = run(*words, tmp_path / "out")
+    assert refused.exit_code == 1 and "with 1 shards, and this one has 2" in refused.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+def test_a_folder_of_records_has_not_the_name_of_a_file(tmp_path):
+    write_webdataset(tmp_path / "s.tar", {"0": LISTS})
+    refused = run("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "train.jsonl")
+    assert refused.exit_code == 1 and f"shards merge {tmp_path / 'train'} --out" in refused.output
+    assert not (tmp_path / "train.jsonl").exists()
+
+
+def test_a_folder_of_a_store_needs_a_pattern():
+    with pytest.raises(DataError) as raised:
+        find_sources("s3://bucket/folder/", "tsv")
+    assert raised.value.fix.endswith("s3://bucket/folder/*annotations.tsv")
+
+
+def test_a_merge_with_the_wrong_options_is_refused_before_results_are_read(tmp_path):
+    write_webdataset(tmp_path / "s.tar", {"0": LISTS})
+    run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
+    next((tmp_path / "out").glob("*.records.jsonl")).unlink()
+    assert "--out train.jsonl" in run("shards", "merge", tmp_path / "out").output
+    assert "not what its shard wrote" in run("shards", "merge", tmp_path / "out", "--out", tmp_path / "o").output
+
+
+def test_a_header_with_a_broken_number_is_an_error_of_its_tar(tmp_path):
+    file = write_webdataset(tmp_path / "s.tar", {"0": LISTS})
+    content = bytearray(file.read_bytes())
+    info = tarfile.TarInfo("h")
+    info.type, record = tarfile.XHDTYPE, b"22 GNU.sparse.map=a,b\n"
+    info.size = len(record)
+    file.write_bytes(info.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0") + content)
+    with pytest.raises(DataError) as raised:
+        list(read_webdataset(str(file), RowReader(None, Rules(boxes="xywh"), ImportCounts())))
+    assert raised.value.problem.startswith(f"{file}: not a tar") and raised.value.fix
+
+
+def test_a_stated_size_that_no_model_accepts_is_left_out(tmp_path):
+    huge = {"width": 10**12, "height": 48}
+    write_webdataset(tmp_path / "s.tar", {"0": LISTS | huge, "1": OWN | huge, "2": LISTS})
+    shown = run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
+    assert "1 images, 2 objects" in shown and "size that no model accepts" in shown
+
+
+def test_what_is_too_large_to_be_read_at_once_is_left_out_or_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "MOST_LABELS", 200)
+    monkeypatch.setattr(packed, "MOST_MEMBERS", 3)
+    image, large = draw(0), json.dumps(LISTS).encode() + bytes(200)
+    several = [(f"1.{kind}", image) for kind in ("png", "a", "b", "c")]
+    images, drops = count_drops(tmp_path, [("0.png", image), ("0.json", large), *several, ("2.png", image)])
+    assert images == 1 and drops == {"labels of more than 200 bytes": 1, "sample of more than 3 members": 1}
+    file, counts = write_tsv(tmp_path, [REX, REX | {"more": "x" * 300}]), ImportCounts()
+    with pytest.raises(DataError, match="tsv:2: a line of more than 200 bytes"):
+        list(packed.read_tsv(str(file), RowReader(None, Rules(boxes="xyxy"), counts)))
+    monkeypatch.setattr(stores, "LARGEST", len(image) // 2)
+    assert not list(packed.read_tsv(str(write_tsv(tmp_path, [REX])), RowReader(None, Rules(boxes="xyxy"), counts)))
+    assert [entry.reason for entry in counts.entries] == [f"image of more than {len(image) // 2} bytes"]
+
+
+def test_a_name_in_a_tar_does_not_steer_the_terminal(tmp_path):
+    write_webdataset(tmp_path / "s.tar", {"0\x1b[31m\x9b": LISTS})
+    refused = run("data", "import", "webdataset", tmp_path, "--out", tmp_path / "out")
+    assert refused.exit_code == 1 and r"0\x1b[31m\x9b, object 1" in refused.output
+    shown = run_well("data", "import", "webdataset", tmp_path, "--boxes", "xywh", "--out", tmp_path / "out")
+    assert "\x1b[31m" not in shown
 
 
 def test_memory_does_not_grow_with_a_tar(tmp_path):

@@ -1,11 +1,15 @@
 """Records and their images in tars, which are imported again as the same records."""
 
+import io
 import json
 import sys
 import tarfile
 from dataclasses import replace
 
-from coordexp.data import Record, RecordFile, RecordObject, pack
+import pytest
+from PIL import Image
+
+from coordexp.data import DataError, Record, RecordFile, RecordObject, pack
 from tests.unit.data.packed import draw
 from tests.unit.data.test_import_packed import import_packed, load, run, run_well
 
@@ -68,6 +72,21 @@ def test_an_image_that_cannot_be_read_ends_an_export_and_nothing_of_its_shard_is
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shards.lock"]
     (tmp_path / "2.img").write_bytes(draw(2))
     run_well("data", "export", "webdataset", file, "--out", tmp_path / "out")
+
+
+def test_an_export_to_another_format_is_not_taken_for_finished(tmp_path):
+    file = write_set(tmp_path, 1)
+    run_well("data", "export", "webdataset", file, "--out", tmp_path / "out")
+    other = pack.ExportJob("parquet", RecordFile(file), tmp_path / "out")
+    with pytest.raises(DataError, match="another command and another format"):
+        other(0)
+
+
+def test_a_photo_with_further_images_in_it_is_a_jpeg():
+    file = io.BytesIO()
+    photo = Image.new("RGB", (8, 8))
+    photo.save(file, "MPO", save_all=True, append_images=[photo])
+    assert [pack.image_suffix(content) for content in (file.getvalue(), draw(0))] == [".jpeg", ".png"]
 
 
 def test_parquet_says_which_package_it_needs(tmp_path, monkeypatch):

@@ -29,6 +29,15 @@ def shards(tmp_path):
     return files
 
 
+def test_empty_files_are_left_out_unless_all_are_empty(shards, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    records = open_data([[empty, *shards]])
+    assert len(records) == 6 and [file.path for file in records.files] == shards
+    with pytest.raises(DataError, match="no records"):
+        open_data([shards, [empty]])
+
+
 def test_records_run_through_all_files(shards):
     records = open_data([shards])
     assert isinstance(records, RecordSet)

@@ -48,12 +48,14 @@ def write_shard(folder: Path, number: int, count: int = 3, request: dict = REQUE
 
 def test_only_a_shard_with_a_manifest_is_finished_and_only_for_its_own_request(tmp_path):
     write_shard(tmp_path, 1)
-    assert is_finished(tmp_path, Shard(1, 3), REQUEST)
-    assert not is_finished(tmp_path, Shard(0, 3), REQUEST)
+    assert is_finished(tmp_path, Shard(1, 3), REQUEST, "predict")
+    assert not is_finished(tmp_path, Shard(0, 3), REQUEST, "predict")
     with pytest.raises(DataError, match="max_new_tokens 9 is now 8"):
-        is_finished(tmp_path, Shard(1, 3), REQUEST | {"max_new_tokens": 8})
+        is_finished(tmp_path, Shard(1, 3), REQUEST | {"max_new_tokens": 8}, "predict")
+    with pytest.raises(DataError, match="another command"):
+        is_finished(tmp_path, Shard(1, 3), REQUEST, "doctor")
     manifest_path(tmp_path, Shard(1, 3)).unlink()
-    assert not is_finished(tmp_path, Shard(1, 3), REQUEST)
+    assert not is_finished(tmp_path, Shard(1, 3), REQUEST, "predict")
 
 
 def test_a_survey_tells_finished_shards_from_those_that_were_begun_and_those_that_were_not(tmp_path):

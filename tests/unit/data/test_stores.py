@@ -409,6 +409,9 @@ def test_without_the_package_of_a_store_the_message_says_what_to_install(monkeyp
     monkeypatch.setenv(stores.PREFIXES, "gs://bucket/")
     with pytest.raises(UserError, match="gcsfs"):
         read_image_bytes("gs://bucket/a.png")
+    with pytest.raises(UserError) as raised:
+        stores.list_objects("gs://bucket/*.tar")
+    assert raised.value.problem.endswith("needs gcsfs")
 
 
 def test_an_object_is_a_file_that_is_read_in_blocks_and_breaks_no_image_when_it_changes(monkeypatch):

@@ -16,10 +16,10 @@ import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,8 @@ from coordexp.files import RELATIVE_PATHS, describe_missing, match_files, open_f
 from coordexp.tasks import ignore
 
 ENDINGS = {"webdataset": ".tar", "parquet": ".parquet", "tsv": "annotations.tsv"}  # of the files in a folder
+MOST_LABELS = 2**26  # bytes of the labels of an image
+MOST_MEMBERS = 100  # of a sample
 ROWS = 32  # of Parquet that are in memory at a time
 _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
 
@@ -45,6 +47,8 @@ _SAMPLE = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
 def find_sources(name: str, form: str) -> dict[str, int]:
     """Return the files that a path, a folder, a pattern or a URL with a pattern stands for, and their sizes."""
     if is_url(name):
+        if name.endswith("/"):
+            raise DataError(f"{name} is a folder", f"name the files in it: {name}*{ENDINGS[form]}")
         sizes = stores.list_objects(name)
     else:
         folder = Path(name)
@@ -60,38 +64,54 @@ def _open(location: str) -> IO[bytes]:
 
 
 def read_webdataset(location: str, reader: RowReader) -> Iterator[SourceImage]:
-    problem, fix = f"{location}: not a tar that can be read", "give tars that are complete and not compressed"
-    with (
-        _open(location) as file,
-        explain((tarfile.TarError, OverflowError), problem, fix),  # a place beyond all files: OverflowError
-        tarfile.open(fileobj=file, mode="r:") as tar,
-    ):
-        for key, members in groupby(_list_members(tar, location, reader.counts), key=itemgetter(0)):
+    # A place beyond all files is an OverflowError.
+    with _open(location) as file, _explain_tar(location, tarfile.TarError, OverflowError):
+        for key, members in groupby(_list_members(file, location, reader.counts), key=itemgetter(0)):
             where = f"{location}: {key}"
             with reader.counts.dropping(where):
-                yield _read_sample(location, list(members), where, reader)
-        file.seek(tar.offset)  # tarfile takes a damaged header for the end
-        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            raise tarfile.ReadError(f"damaged at byte {tar.offset:,}")
+                yield _read_sample(location, list(islice(members, MOST_MEMBERS + 1)), where, reader)
+
+
+def _explain_tar(location: str, *kinds: type[Exception]) -> AbstractContextManager[None]:
+    fix = "give tars that are complete and not compressed; of tars that were joined with cat, give each by itself"
+    return explain(kinds, f"{location}: not a tar that can be read", fix)
+
+
+def _check_end(file: IO[bytes]) -> None:
+    """Raise ReadError unless the rest of a tar is its end: two blocks of zeros at least, and nothing else. The
+    tarfile module also takes a damaged header, one block of zeros, or the end of the file for it."""
+    begin = end = file.tell()
+    while block := file.read(stores.BLOCK):
+        if block.strip(b"\0"):
+            raise tarfile.ReadError(f"damaged, or the end of a first tar, at byte {end:,}")
+        end += len(block)
+    if end - begin < 2 * tarfile.BLOCKSIZE:
+        raise tarfile.ReadError(f"cut off at byte {end:,}")
 
 
 def _list_members(
-    tar: tarfile.TarFile, location: str, counts: ImportCounts
+    file: IO[bytes], location: str, counts: ImportCounts
 ) -> Iterator[tuple[str, str, tarfile.TarInfo, IO[bytes]]]:
     """Yield the name of the sample, the kind, the place and the content of every file in a tar."""
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # type: ignore[attr-defined] # which would grow with the tar
-        match = _SAMPLE.fullmatch(member.name)
-        if member.size < 0:  # tarfile would go back, and read the same members for ever
-            raise tarfile.ReadError(f"member {member.name} of a negative size")
-        file = tar.extractfile(member) if member.isreg() and not member.issparse() else None
-        if match and file is not None:
-            yield match[1], match[2].lower(), member, file
-        elif not member.isdir():
-            counts.add("dropped", "member that is no file with a suffix", f"{location}: {member.name}")
+    # A broken header may be any ValueError of the tarfile module, and very many extended headers a RecursionError.
+    with _explain_tar(location, ValueError, RecursionError), tarfile.open(fileobj=file, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined] # which would grow with the tar
+            match = _SAMPLE.fullmatch(member.name)
+            if member.size < 0:  # tarfile would go back, and read the same members for ever
+                raise tarfile.ReadError(f"member {member.name} of a negative size")
+            content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+            if match and content is not None:
+                yield match[1], match[2].lower(), member, content
+            elif not member.isdir():
+                counts.add("dropped", "member that is no file with a suffix", f"{location}: {member.name}")
+        file.seek(tar.offset)
+        _check_end(file)
 
 
 def _read_sample(location: str, members: list[Any], where: str, reader: RowReader) -> SourceImage:
+    if len(members) > MOST_MEMBERS:
+        raise Dropped(f"sample of more than {MOST_MEMBERS} members")
     files = {kind: file for _, kind, _, file in members}
     images = [(kind, place) for _, kind, place, _ in members if f".{kind}" in (".gif", *SUFFIXES)]
     if len(files) < len(members) or len(images) != 1:
@@ -99,11 +119,13 @@ def _read_sample(location: str, members: list[Any], where: str, reader: RowReade
     ((kind, place),) = images
     if files.keys() - {"json", kind}:
         reader.counts.add("noted", "sample with members that are neither an image nor .json: not read", where)
-    row = _parse_row(files["json"].read()) if "json" in files else {}
+    row = _parse_row(files["json"].read(MOST_LABELS + 1)) if "json" in files else {}
     return reader.read(row, f"{location}#bytes={place.offset_data}:{place.size}", files[kind], where)
 
 
 def _parse_row(text: bytes) -> dict[str, Any]:
+    if len(text) > MOST_LABELS:
+        raise Dropped(f"labels of more than {MOST_LABELS:,} bytes")
     try:
         row = load_strictly(text)
     except ValueError:
@@ -119,14 +141,19 @@ def read_tsv(location: str, reader: RowReader) -> Iterator[SourceImage]:
     if images == location:
         raise DataError(f"{location}: its name does not say which file has the images", "give *annotations.tsv")
     with _open(location) as file, _open(images) as image_file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(partial(file.readline, MOST_LABELS + 1), b""), start=1):
             where = f"{location}:{number}"
+            if len(line) > MOST_LABELS:
+                problem = f"{where}: a line of more than {MOST_LABELS:,} bytes"
+                raise DataError(problem, "give *annotations.tsv with the labels of one image on each line")
             with reader.counts.dropping(where):
                 offset, _, labels = line.partition(b"\t")
                 if not re.fullmatch(rb"\d{1,18}", offset):
                     raise Dropped("line that is not the place of an image and its labels")
                 image_file.seek(int(offset))
-                key, _, content = image_file.readline().rstrip(b"\r\n").partition(b"\t")
+                key, _, content = image_file.readline(2 * stores.LARGEST).rstrip(b"\r\n").partition(b"\t")
+                if len(content) * 3 // 4 > stores.LARGEST:  # base64 has four bytes for three
+                    raise Dropped(f"image of more than {stores.LARGEST:,} bytes")
                 begin = int(offset) + len(key) + 1
                 if content.startswith(b"b'"):  # as Python prints bytes
                     begin, content = begin + 2, content[2:-1]
@@ -143,18 +170,29 @@ def read_parquet(
     import pyarrow  # type: ignore[import-not-found]
     from pyarrow import parquet
 
+    # pyarrow raises OSError for damaged pages, and ValueError for text that is not UTF-8.
+    kinds = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
     problem = f"{location}: not Parquet that can be read"
-    with _open(location) as file, explain(pyarrow.ArrowException, problem, "give complete files"):
-        table = parquet.ParquetFile(file)
-        schema = table.schema_arrow
-        if column not in schema.names:
-            problem = f"{location}: no column {column}; it has {', '.join(schema.names)}"
-            raise DataError(problem, "name that of the images with --key")
+
+    def list_rows(columns: list[str]) -> Iterator[dict[str, Any]]:
+        with explain(kinds, problem, "give complete files"):
+            for batch in table.iter_batches(ROWS, columns=columns):
+                yield from batch.to_pylist()
+
+    with _open(location) as file:
+        with explain(kinds, problem, "give complete files"):
+            table = parquet.ParquetFile(file)
+            names, metadata = table.schema_arrow.names, table.schema_arrow.metadata or {}
+        if column not in names:
+            missing = f"{location}: no column {column}; it has {', '.join(names)}"
+            raise DataError(missing, "name that of the images with --key")
         if reader.names is None:
-            reader = replace(reader, names=_find_class_names(schema.metadata or {}))
-        columns = [key for key in (column, *SIZE_KEYS, *ID_KEYS, *LISTS) if key in schema.names]
-        rows = (row for batch in table.iter_batches(ROWS, columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
+            fix = "give the names of the classes with --names"
+            broken = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+            with explain(broken, f"{location}: its metadata `huggingface` cannot be read", fix):
+                reader = replace(reader, names=_find_class_names(metadata))
+        columns = [key for key in (column, *SIZE_KEYS, *ID_KEYS, *LISTS) if key in names]
+        for number, row in enumerate(list_rows(columns), start=1):
             where = f"{location}, row {number}"
             with reader.counts.dropping(where):
                 image = row.pop(column)

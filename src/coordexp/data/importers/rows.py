@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordexp.data.images import Source, read_image_size
+from coordexp.data.images import Source, read_image_size, size_problem
 from coordexp.data.importers.coco import keep_id, read_rings
 from coordexp.data.importers.source import (
     Dropped,
@@ -55,6 +55,7 @@ class RowReader:
         size: tuple[Any, Any] = row.get("width"), row.get("height")
         if not all(type(side) is int and side > 0 for side in size):
             size = read_image_size(image)
+        _check_size(*size)
         labels = next((row[key] for key in LISTS if row.get(key) is not None), None)
         if labels is None:
             self.counts.add("noted", "image without labels", where)
@@ -104,11 +105,17 @@ class RowReader:
         return SourceObject(name, where, box, tuple(rings), category_id)
 
 
+def _check_size(width: int, height: int) -> None:
+    if size_problem(width, height):
+        raise Dropped("image of a size that no model accepts")
+
+
 def _read_record(row: Row, address: str, where: str) -> SourceImage:
     try:
         record = parse_record(json.dumps({**row, "image": "-"}))
     except ValueError as error:
         raise Dropped("record that breaks a rule of records") from error
+    _check_size(record.width, record.height)
     objects = []
     for item in record.objects:
         coords = record.in_pixels(item)
