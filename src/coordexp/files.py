@@ -69,19 +69,17 @@ def write_parts(path: Path, *, durable: bool = True) -> Iterator[Callable[[str |
     """Yield a function that adds to a file of any size. A crash at any moment leaves either the old content or the
     new one. If the block ends with an exception, the old content stays.
 
-    The content goes to a partial file in the same folder. That file is synced and renamed, and then the folder
-    is synced. The mode follows the umask. What a killed process left of that file is removed, and if two
-    processes write the same file, the second one takes over, and the first one gets a WriteError. If it is not
-    `durable`, nothing waits for the disk, and a crash of the machine may leave an empty file."""
+    The content goes to a partial file in the same folder. That file is synced and renamed, and then the folder is
+    synced. The mode follows the umask. If it is not `durable`, nothing waits for the disk, and a crash of the
+    machine may leave an empty file."""
     target = path.resolve()  # a link stays, and the file that it points to is replaced
     partial = target.with_name(f"{target.name}{PARTIAL}")
     with ExitStack() as cleanup:
         with _as_write_error(path):
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial.unlink(missing_ok=True)  # and not cut: another process may be writing to it
-            file = partial.open("xb")
+            cleanup.callback(partial.unlink, missing_ok=True)
+            file = partial.open("wb")
         cleanup.callback(_close, file)
-        cleanup.callback(_remove_own, partial, file)
 
         def write(data: str | bytes | bytearray) -> None:
             with _as_write_error(path):
@@ -92,8 +90,6 @@ def write_parts(path: Path, *, durable: bool = True) -> Iterator[Callable[[str |
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            if not _is_own(partial, file):
-                raise OSError(errno.EBUSY, "another process writes it, too")
             partial.replace(target)
             if durable:
                 sync_folder(target.parent)
@@ -302,19 +298,6 @@ def is_encodable(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _is_own(path: Path, file: BinaryIO) -> bool:
-    """Return True unless another process has put a file of its own at the path of an open file."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except OSError:
-        return False
-
-
-def _remove_own(path: Path, file: BinaryIO) -> None:
-    if _is_own(path, file):
-        path.unlink()
-
-
 def _close(file: BinaryIO) -> None:
     with suppress(OSError):  # of a full disk, which the last write has reported
         file.close()
@@ -328,8 +311,6 @@ def _as_write_error(path: Path) -> Iterator[None]:
         fix = "check that the folder exists and that you may write to it"
         if error.errno in FULL:
             fix = "make room on that disk, or raise the quota or limit"
-        elif error.errno == errno.EBUSY:
-            fix = "end one of the two, and start the other one again"
         elif error.errno == errno.EROFS:
             fix = "the file system is mounted read-only: mount it for writing, or write to another folder"
         failed = WriteError(f"{path} cannot be written: {error.strerror or error}", fix)

@@ -10,14 +10,12 @@ import pytest
 
 from coordexp.errors import DataError
 from coordexp.files import (
-    PARTIAL,
     BestEffort,
     WriteError,
     append_line,
     drop_torn_line,
     read_json_lines,
     write_json,
-    write_parts,
     write_whole,
 )
 
@@ -50,22 +48,6 @@ def test_a_write_that_fails_leaves_the_old_content_and_names_the_file(tmp_path, 
     assert raised.value.errno == errno.ENOSPC
     assert json.loads(file.read_text()) == [1]
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_of_two_writers_of_a_file_the_second_takes_over_and_what_a_killed_one_left_is_removed(tmp_path):
-    file = tmp_path / "a.tar"
-    (tmp_path / f"a.tar{PARTIAL}").write_text("of a killed process, and longer")
-    first, second = write_parts(file), write_parts(file)
-    write_first = first.__enter__()
-    write_first("first")
-    write_second = second.__enter__()
-    write_second("sec")
-    write_first(" and more")
-    with pytest.raises(WriteError):
-        first.__exit__(None, None, None)
-    write_second("ond")
-    second.__exit__(None, None, None)
-    assert file.read_text() == "second" and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
