@@ -78,7 +78,7 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
         path = page_source.save(tmp_path / "inspect.html")
         contexts.append(browser.new_context(viewport=viewport, **context))  # type: ignore[arg-type]
         page = contexts[-1].new_page()
-        page.set_default_timeout(5000)
+        page.set_default_timeout(15_000)
         events.listen(page)
         page.goto(path.as_uri() + address)
         ready = "performance.getEntriesByName('ready').length === 1"

@@ -2,22 +2,40 @@
 // The tokens of an answer, one line per object. One token is selected.
 const strip = (() => {
   const host = find("strip");
+  const AT_ONCE = 30; // lines whose tokens are written before the page is shown; the others follow soon after
   let sample = null;
+  let unwritten = new Set(); // lines
 
   function show(next) {
     sample = next;
-    host.replaceChildren(...sample.lines.map(line));
+    const lines = sample.lines.map(line);
+    unwritten = new Set(lines);
+    host.replaceChildren(...lines);
     host.scrollTop = 0;
+    lines.slice(0, AT_ONCE).forEach(write);
+    if (unwritten.size) setTimeout(writeSome, 10, unwritten);
+  }
+
+  function writeSome(lines) {
+    if (lines !== unwritten) return; // another sample is shown
+    [...lines].slice(0, AT_ONCE).forEach(write);
+    if (lines.size) setTimeout(writeSome, 10, lines);
   }
 
   // A line of tokens, and in its margin what became of its object.
   function line([from, to, owner, label]) {
-    const words = element("div", "words", { role: "presentation" });
-    for (let i = from; i < to; i += 1) words.append(token(i));
     const { state } = sample.objects.find((object) => object.owner === owner) ?? {};
     const margin = element("span", "margin", label);
     if (state) Object.assign(margin, { className: `margin ${state}`, ariaHidden: "true" }).dataset.owner = owner;
-    return element("div", "line", margin, words, { role: "presentation" });
+    const words = element("div", "words", { role: "presentation" });
+    return element("div", "line", margin, words, { role: "presentation", data: { from, to } });
+  }
+
+  function write(line) {
+    if (!unwritten.delete(line)) return;
+    const [margin, words] = line.children;
+    for (let i = +line.dataset.from; i < +line.dataset.to; i += 1) words.append(token(i));
+    if (margin.matches(".lit")) for (const node of words.children) node.classList.add("lit");
   }
 
   function token(i) {
@@ -39,6 +57,7 @@ const strip = (() => {
   }
 
   function reveal(i) {
+    write([...unwritten].find(({ dataset }) => +dataset.from <= i && i < +dataset.to));
     const token = host.querySelector(`[data-i="${i}"]`);
     select(host, token);
     bringIntoView(host, token);
