@@ -24,6 +24,7 @@ from coordexp.detect.answering import (
     AnswerOptions,
     AskedModel,
     Backend,
+    count_per_call,
     find_untrained_request,
     find_whole_model,
 )
@@ -163,7 +164,8 @@ def predict(
         asked = AskedModel.load(model, answer_format, prompt)
         options.check_format(asked.answer_format.name, _to_option)
         unfinished = UnfinishedPredictions(to, identify(asked, source, options, server))
-        answers = _begin(unfinished, source, len(selected), batch, options, resume)
+        per_call = count_per_call(batch, backend, server)
+        answers = _begin(unfinished, source, len(selected), per_call, options, resume)
         if server is None:
             longest = asked.count_longest_prompt(record for _, record in selected) + max_new_tokens
             generator = asked.start(backend or "hf", batch, longest)
@@ -180,7 +182,7 @@ def predict(
 
     try:
         with interruptible(describe_interruption), bar("answering", len(selected), answered) as advance:
-            for count in unfinished.answer(answers, selected, answering, source.folder, batch, warn):
+            for count in unfinished.answer(answers, selected, answering, source.folder, per_call, warn):
                 answered += count
                 advance(answered)
     finally:
@@ -267,7 +269,7 @@ def _begin(
     unfinished: "UnfinishedPredictions",
     source: "Source",
     images: int,
-    batch: int,
+    per_call: int,
     options: AnswerOptions,
     resume: bool,
 ) -> list["ImageAnswer"]:
@@ -282,7 +284,7 @@ def _begin(
         raise typer.Exit
     refuse_leftovers(unfinished.predictions, samples=bool(options.samples), records=source.classes is None)
     if resume and unfinished.path.is_file():
-        answers = unfinished.resume_batches(images, batch, options)
+        answers = unfinished.resume_batches(images, per_call, options)
         answered = len(answers) // options.answers_per_image
         err.print(f"{answered} of {images} images have been answered already", markup=False)
         return answers

@@ -199,7 +199,7 @@ def predict_shard(job: "PredictionJob", shard: "Shard") -> None:
 
     with progress("loading"):
         predictor = ShardPredictor(job, warn)
-    images = len(shard.cut(predictor.images, job.batch))
+    images = len(shard.cut(predictor.images, job.per_call))
     interrupted = "interrupted; the same command goes on with this shard"
     try:
         with interruptible(lambda: interrupted), bar(f"answering shard {shard}", images) as advance:
@@ -234,7 +234,7 @@ def predict_with_workers(job: "PredictionJob", to: Path, workers: str, resume: b
     with progress("loading"):
         categories = number_all_classes(RecordFile(job.data))
         predictor = ShardPredictor(job, warn)
-    batches = -(-predictor.images // job.batch)
+    batches = -(-predictor.images // job.per_call)
     count = min(batches, SHARDS_PER_WORKER * len(places)) if begun is None else begun.count
     finished = {} if begun is None else begun.finished
     for number, manifest in finished.items():

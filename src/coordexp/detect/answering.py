@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["hf", "vllm"]
 API_KEY = "COORDEXP_API_KEY"  # the variable with the key of a server
+BATCHES_PER_CALL = 4  # of an engine or a server
 # The prompts for a published model, which was not trained on ours: for all objects, for classes, and for an
 # expression. In the words of Qwen's own example.
 NATIVE_PROMPTS = (
@@ -31,6 +32,12 @@ NATIVE_PROMPTS = (
     "format.",
     "Locate {expression}. Report bbox coordinates in JSON format.",
 )
+
+
+def count_per_call(batch: int, backend: Backend | None, server: str | None) -> int:
+    """Return the number of images to ask for in one call, if `batch` sequences are decoded at once. An engine and
+    a server go on with the next image as soon as an answer ends. transformers waits for the longest of a batch."""
+    return batch if server is None and backend != "vllm" else BATCHES_PER_CALL * batch
 
 
 class Generator(Protocol):

@@ -23,7 +23,15 @@ from coordexp.data.shards import (
     is_finished,
     result_path,
 )
-from coordexp.detect.answering import API_KEY, Answering, AnswerOptions, AskedModel, Backend, Generator
+from coordexp.detect.answering import (
+    API_KEY,
+    Answering,
+    AnswerOptions,
+    AskedModel,
+    Backend,
+    Generator,
+    count_per_call,
+)
 from coordexp.detect.predicting import Source, UnfinishedPredictions, count_answers, identify
 from coordexp.errors import DataError
 from coordexp.files import write_parts, write_whole
@@ -52,6 +60,10 @@ class PredictionJob:
     served_model: str | None = None
     suggest: dict[str, Any] | None = None  # the options of `data suggest`, if the answers are for that
 
+    @property
+    def per_call(self) -> int:
+        return count_per_call(self.batch, self.backend, self.server)
+
 
 class ShardPredictor:
     """Answers the images of shards, of which it reads only their records. The model is loaded for the first shard
@@ -64,7 +76,7 @@ class ShardPredictor:
         self._model = AskedModel.load(job.model, job.answer_format, job.prompt)
         job.options.check_format(self._model.answer_format.name)
         source = Source((), self._records.path.parent, self._records.sha256)
-        cut = {"batch": job.batch, "images": self.images}
+        cut = {"batch": job.per_call, "images": self.images}
         suggest = {} if job.suggest is None else {"suggest": job.suggest}
         self.request = identify(self._model, source, job.options, job.server) | cut | suggest
         self._generator: Generator | None = None
@@ -77,12 +89,12 @@ class ShardPredictor:
         with claim(job.folder, shard):
             if is_finished(job.folder, shard, self.request, "predict"):
                 return False
-            part = shard.cut(self.images, job.batch)
+            part = shard.cut(self.images, job.per_call)
             images = [self._records.read_with_image_id(index) for index in part]
             unfinished = UnfinishedPredictions(job.folder / f"{shard.name}.json", self.request)
             answers: list[ImageAnswer] = []
             if unfinished.path.is_file():
-                answers = unfinished.resume_batches(len(images), job.batch, job.options)
+                answers = unfinished.resume_batches(len(images), job.per_call, job.options)
             else:
                 unfinished.begin()
             answered = len(answers) // job.options.answers_per_image
@@ -90,7 +102,7 @@ class ShardPredictor:
             if answered < len(images):
                 answering = Answering(self._model, self._start(images), job.options)
                 folder = self._records.path.parent
-                for count in unfinished.answer(answers, images, answering, folder, job.batch, self._warn):
+                for count in unfinished.answer(answers, images, answering, folder, job.per_call, self._warn):
                     answered += count
                     notify(answered)
             self._finish(shard, part, images, answers)

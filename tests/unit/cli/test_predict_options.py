@@ -5,7 +5,7 @@ from typing import Any
 
 from coordexp.config.settings import Custom
 from coordexp.data import Questions, Record
-from coordexp.detect.answering import Answering, AnswerOptions, AskedModel
+from coordexp.detect.answering import Answering, AnswerOptions, AskedModel, count_per_call
 from coordexp.rollout.backend import ImageRef
 
 DEFAULTS: dict[str, Any] = {
@@ -34,6 +34,11 @@ def test_every_option_that_changes_an_answer_is_part_of_the_identity():
     assert all(identity not in identities[:k] for k, identity in enumerate(identities))
     explicit = {"samples": 2, "temperature": 1.0, "top_p": 1.0, "seed": 0}
     assert AnswerOptions(**DEFAULTS | explicit).identity() == AnswerOptions(**DEFAULTS | {"samples": 2}).identity()
+
+
+def test_an_engine_and_a_server_get_several_batches_at_once_and_transformers_gets_one():
+    assert count_per_call(16, None, None) == count_per_call(16, "hf", None) == 16
+    assert count_per_call(16, "vllm", None) == count_per_call(16, None, "http://localhost:8000") == 64
 
 
 QUESTIONS = Questions.of(Custom())
