@@ -166,7 +166,7 @@ def test_scrolling_through_the_tokens_is_smooth(open_page: Open, huge: RunInspec
         }"""
     )
     at_rest, scrolling = median(measured["times"][10:60]), median(measured["times"][60:])
-    assert scrolling < 3 * at_rest + 10  # milliseconds per frame; a busy machine delays both
+    assert scrolling < 10 * at_rest  # milliseconds per frame: 1 to 2 times on an idle machine
     assert measured["end"], "tokens are shown where the strip was scrolled to"
 
 

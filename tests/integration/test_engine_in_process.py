@@ -34,7 +34,7 @@ def state() -> dict[str, Any]:
         "precision": (torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.is_grad_enabled()),
         "frozen": gc.get_freeze_count(),
         "random": (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()),
-        "children": {child.pid for child in psutil.Process().children(recursive=True) if child.is_running()},
+        "children": {child.pid for child in psutil.Process().children()},
     }
 
 
