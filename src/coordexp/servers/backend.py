@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import TypeAdapter
-from torch import distributed as dist
 
 from coordexp.config.rollout import capacity_shortage
 from coordexp.errors import EngineError
-from coordexp.ranks import gather_texts, sum_over_ranks, together
+from coordexp.ranks import find_rank, gather_texts, sum_over_ranks, together
 from coordexp.rollout.backend import AdapterWeights, Canary, ImageRef, Request, Rollout, RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
@@ -57,7 +56,7 @@ class ServerBackend(RolloutBackend):
     ) -> None:
         self.setup, self.record = setup, record
         self.settings = setup.settings.vllm
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.ranks = find_rank()
         self.notify = notify if self.rank == 0 else ignore
         notify_here = notify if self.rank == 0 else lambda message: notify(f"rank {self.rank}: {message}")
         seconds = self.settings.server.infer_timeout_s
