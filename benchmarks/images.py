@@ -35,7 +35,7 @@ class LazyLoader(RowLoader):
     def begin(self, rows: Any) -> None:
         pass
 
-    def take(self, examples: Any) -> Any:
+    def next_row(self, examples: Any) -> Any:
         return self._load(examples)
 
 

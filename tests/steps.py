@@ -11,7 +11,7 @@ from coordexp.rollout.backend import RolloutBackend
 from coordexp.train.encode import Encoder, StepIndex, StepPlan, TrainingSet, Watch
 from coordexp.train.metrics import StepMetrics
 from coordexp.train.rollouts import RolloutSource
-from coordexp.train.step import OptimizerStep
+from coordexp.train.step import OptimizerSteps
 
 
 def no_weights() -> Iterator[tuple[str, object]]:
@@ -20,7 +20,7 @@ def no_weights() -> Iterator[tuple[str, object]]:
 
 @dataclass(frozen=True)
 class RolloutStep:
-    """Calls `OptimizerStep.collect_examples` without a model; the stream gives the records of the call, and packs
+    """Calls `OptimizerSteps.collect_examples` without a model; the stream gives the records of the call, and packs
     nothing."""
 
     training_set: TrainingSet
@@ -37,9 +37,9 @@ class RolloutStep:
         training_set = replace(self.training_set, settings=self.settings)
         return Encoder(training_set, 17, self.rank, self.metrics, self.b_ratio, self.watch)
 
-    def on(self, stream: object) -> OptimizerStep:
-        """Return the step of a stream. It cannot be trained."""
-        return OptimizerStep(
+    def on(self, stream: object) -> OptimizerSteps:
+        """Return the steps of a stream. They cannot be trained."""
+        return OptimizerSteps(
             rollouts=RolloutSource(stream, self.encoder, self.backend, self.weights, self.metrics),
             objective=SimpleNamespace(terms=()),
             head=None,

@@ -228,7 +228,7 @@ def _make_checks(devices: Devices, folder: Path) -> Iterator[Check]:
     yield Check("colocated engine", doing, config, ("train",), alone)
     if not devices.is_cpu and not devices.servers:
         return
-    http, group = _free_ports(2)
+    http, group = free_ports(2)
     config = write_stage2(
         "server",
         mode="server",
@@ -269,7 +269,7 @@ def _write_config(devices: Devices, folder: Path, name: str, parts: dict[str, di
     return file
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:

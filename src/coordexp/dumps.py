@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from coordexp.answers.table import VocabularyTable
+from coordexp.answers.table import VocabularyError, VocabularyTable
 from coordexp.config.rollout import RolloutMatching
 from coordexp.data import Geometry, TrueObject
+from coordexp.errors import DataError
 from coordexp.files import BestEffort, append_line, drop_torn_line, write_whole
 from coordexp.rollout.backend import Request, Rollout
 
@@ -65,6 +66,14 @@ def step_files(folder: Path) -> dict[int, Path]:
 def trace_file(file: str) -> str:
     """Return the name of the file with the traces of a file of examples."""
     return file.replace("step-", "trained-", 1)
+
+
+def read_table(folder: Path) -> VocabularyTable:
+    """Return the vocabulary of the tokenizer in a folder of dumps."""
+    try:
+        return VocabularyTable.from_folder(folder)
+    except VocabularyError as error:  # its fix is meant for training
+        raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
 
 
 def remove_from_step(folder: Path, step: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from coordexp.errors import EngineError, UserError
+from coordexp.tasks import ignore
 
 T = TypeVar("T")
 _SHARED = "All other ranks have this error, and end too."
@@ -28,11 +29,12 @@ class RankLostError(UserError, RuntimeError):
     """Another rank no longer responds."""
 
 
-def _ignore(seconds: float) -> None:
-    pass
+def find_rank() -> tuple[int, int]:
+    """Return the number of this rank, and of all ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def together(work: Callable[[], T], waited: Callable[[float], None] = _ignore) -> T:
+def together(work: Callable[[], T], waited: Callable[[float], None] = ignore) -> T:
     """Return the result of `work`. If it fails on any rank, raise on all: its own error where it failed, and a
     `RankError` with the same text elsewhere.
 
@@ -70,7 +72,7 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return _reduce_over_ranks(values, dist.ReduceOp.SUM)
 
 
-def max_over_ranks(value: int, waited: Callable[[float], None] = _ignore) -> int:
+def max_over_ranks(value: int, waited: Callable[[float], None] = ignore) -> int:
     """Return the largest value of all ranks. `waited` is called with the seconds that this rank waited."""
     if not dist.is_initialized():
         return value

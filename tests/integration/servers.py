@@ -3,7 +3,6 @@
 import base64
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 
+from coordexp.doctor import free_ports
 from coordexp.servers.transfer import flatten, join
 from coordexp.train.learner import learner_weights
 from tests.integration.stage2_runs import MODEL, Started, config, draw, started
@@ -42,14 +42,6 @@ GREEDY = {
     "logprobs": True,
 }
 START = 300.0  # seconds
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for bound in sockets:
-            bound.bind(("127.0.0.1", 0))
-        return [int(bound.getsockname()[1]) for bound in sockets]
 
 
 class Fleet:

@@ -183,6 +183,20 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [line for line in metrics(folder) if "loss" in line]
 
 
+def check_losses(run: Path, own: Path, count: int) -> None:
+    """Check that a run of `count` steps has the losses and counters of one whose learner answers itself."""
+    expected, actual = steps(own), steps(run)
+    assert len(actual) == len(expected) == count
+    apart = max(abs(line["loss"] - other["loss"]) for line, other in zip(actual, expected, strict=True))
+    print(f"largest difference of a loss: {apart:.1e}")
+    assert apart <= 1e-5
+    for line, other in zip(actual, expected, strict=True):
+        counted = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
+        assert "rollout/answers" in counted
+        assert {name: line[name] for name in counted} == {name: other[name] for name in counted}
+    assert len({line["loss"] for line in expected}) == count
+
+
 def counters(line: dict[str, Any]) -> dict[str, Any]:
     """Return the numbers of a step that a sample which was lost or trained twice would change."""
     return {name: value for name, value in line.items() if name.startswith(COUNTED)}

@@ -65,7 +65,7 @@ class WatchedTrainer(RowTrainer):
         return super().training_step(model, inputs, *options)
 
     def seen(self) -> dict[str, Any]:
-        stream = self.step.stream
+        stream = self.steps.stream
         taken = [stream.order.index(k) for k in range(stream.taken)]
         return {
             "sharded": all(isinstance(weight, DTensor) for weight in self.model.parameters()),

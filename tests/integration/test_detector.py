@@ -25,10 +25,10 @@ from typer.testing import CliRunner
 from coordexp import Detections, Detector
 from coordexp.cli import app
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from coordexp.doctor import free_ports
 from coordexp.errors import DataError, EngineError
 from coordexp.families import load_model
 from tests import zygote
-from tests.integration.servers import free_ports
 from tests.integration.stage2_runs import Started, started
 
 ROOT = Path(__file__).parents[2]

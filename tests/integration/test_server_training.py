@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from coordexp.cli import app
 from coordexp.rollout.backend import request_seed
 from tests.integration.servers import GUARD, Fleet
-from tests.integration.stage2_runs import DRAWN, config, finish, replayed_steps, started, steps, training
+from tests.integration.stage2_runs import DRAWN, check_losses, config, finish, replayed_steps, started, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -52,27 +52,14 @@ def two_ranks(fleet: Fleet) -> Pair:
     return Pair(fleet, "two-ranks", servers=2, ranks=2, rollout_matching__vllm__sync__senders=2)
 
 
-def check_losses(run: Path, own: Path) -> None:
-    expected, actual = steps(own), steps(run)
-    assert len(actual) == len(expected) == STEPS
-    difference = max(abs(line["loss"] - other["loss"]) for line, other in zip(actual, expected, strict=True))
-    print(f"largest difference of a loss: {difference:.1e}")
-    assert difference <= 1e-5
-    assert len({line["loss"] for line in expected}) == STEPS
-    for line, other in zip(actual, expected, strict=True):
-        counters = [name for name in other if name.startswith(("rollout/", "parse/", "match/", "packing/"))]
-        assert "rollout/answers" in counters
-        assert {name: line[name] for name in counters} == {name: other[name] for name in counters}
-
-
 @pytest.mark.scenario("R07.C9", "R08.C1", "R34.S1", on="engine")
 def test_two_servers_and_a_learner_give_the_losses_of_the_learners_own_answers(two_servers):
-    check_losses(two_servers.folder, two_servers.own)
+    check_losses(two_servers.folder, two_servers.own, STEPS)
 
 
 @pytest.mark.scenario("R07.S9", on="engine")
 def test_two_servers_and_two_ranks_give_the_losses_of_their_own_answers(two_ranks):
-    check_losses(two_ranks.folder, two_ranks.own)
+    check_losses(two_ranks.folder, two_ranks.own, STEPS)
     syncs = two_ranks.events("sync")
     assert [event["version"] for event in syncs] == list(range(STEPS)) and not two_ranks.events("sync", 1)
     assert all(event["synced"] == [0, 1] and event["bytes"] > 3_000_000 for event in syncs)

@@ -49,8 +49,7 @@ def replay(
     Exits 1 if anything differs: the code or the tokenizer is not the run's.
     """
     need("tokenizers", extra="train")
-    from coordexp.answers.table import VocabularyError, VocabularyTable
-    from coordexp.dumps import FOLDER, NOT_A_DUMP, step_files
+    from coordexp.dumps import FOLDER, NOT_A_DUMP, read_table, step_files
     from coordexp.dumps import replay as replay_line
 
     files = list(step_files(dump).values()) if dump.is_dir() else [dump]
@@ -58,10 +57,7 @@ def replay(
         inside = dump / FOLDER
         fix = f"give {inside}" if inside.is_dir() else "a run with stage2.dump_every writes them to RUN/dumps"
         raise DataError(f"{dump} holds no step-*.jsonl", fix)
-    try:
-        table = VocabularyTable.from_folder(files[0].parent)
-    except VocabularyError as error:  # its fix is meant for training
-        raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
+    table = read_table(files[0].parent)
     examples = different = 0
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), start=1):

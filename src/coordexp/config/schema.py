@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from coordexp.config.legacy import ALIASES, OLD_SECTION, OLD_VARIANT, REMOVED, RENAMED
 from coordexp.config.settings import Settings
 from coordexp.config.training import REFUSED
-from coordexp.config.yaml_tree import Error, Key, KeyPath, Tree, format_path
+from coordexp.config.yaml_tree import Error, KeyPath, Tree, exists, format_path
 from coordexp.errors import Finding
 
 Node = dict[str, Any]
@@ -57,13 +57,8 @@ def _descend(path: KeyPath, tree: Any) -> tuple[Node | None, Any]:
     for key in path:
         inner = _concrete(node, tree) if node else {}
         node = inner.get("items") if isinstance(key, int) else inner.get("properties", {}).get(key)
-        tree = tree[key] if _has(tree, key) else None
+        tree = tree[key] if exists(tree, (key,)) else None
     return node, tree
-
-
-def _has(tree: Any, key: Key) -> bool:
-    is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
-    return is_item or (isinstance(tree, dict) and key in tree)
 
 
 def walk(path: KeyPath = (), node: Node | None = None) -> Iterator[tuple[KeyPath, Node, bool]]:
@@ -168,7 +163,7 @@ def _find_path(error: Any, tree: Any) -> KeyPath:
     """Return the path in the file for pydantic's location, which also names the union member that it tried."""
     path: KeyPath = ()
     for key in error["loc"]:
-        if _has(tree, key):
+        if exists(tree, (key,)):
             tree = tree[key]
         elif isinstance(tree, dict) and tree.get("name") == key:
             continue  # the kind of module, not a key

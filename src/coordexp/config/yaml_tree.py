@@ -45,7 +45,7 @@ def parse_path(text: str) -> KeyPath:
     return tuple(int(part[1:-1]) if part.startswith("[") else part for part in parts)
 
 
-def _exists(tree: Any, path: KeyPath) -> bool:
+def exists(tree: Any, path: KeyPath) -> bool:
     for key in path:
         is_item = isinstance(tree, list) and isinstance(key, int) and key < len(tree)
         if not is_item and not (isinstance(tree, dict) and key in tree):
@@ -68,7 +68,7 @@ class Document:
         """Put the values of another tree over these. Mappings are merged, lists are replaced."""
         self.tree = _merge(self.tree, tree)
         places = self.places | places
-        self.places = {path: places[path] for path in places if _exists(self.tree, path)}
+        self.places = {path: places[path] for path in places if exists(self.tree, path)}
 
     def locate(self, findings: Sequence[Finding]) -> list[Finding]:
         """Return the findings with the places of their settings, or of the nearest sections around them, sorted by

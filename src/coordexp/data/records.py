@@ -351,6 +351,8 @@ class RecordFile:
         """This file. A `RecordSet` has several."""
         return (self,)
 
+    parts = files
+
     def locate(self, index: int) -> "tuple[RecordFile, int]":
         """Return this file and the number of the record. In a `RecordSet`, both depend on the record."""
         return self, index

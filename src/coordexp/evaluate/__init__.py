@@ -4,13 +4,12 @@
 answers on disk.
 """
 
-from coordexp.evaluate.answer import AnswerObject, Detection, ImageAnswer
+from coordexp.evaluate.answer import AnswerObject, ImageAnswer
 from coordexp.evaluate.predictions import read_predictions, read_results, read_truth, write_predictions
 from coordexp.evaluate.report import EvaluationReport, count_by_image, evaluate, evaluate_results
 
 __all__ = [
     "AnswerObject",
-    "Detection",
     "EvaluationReport",
     "ImageAnswer",
     "count_by_image",

@@ -14,10 +14,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from coordexp.answers.table import VocabularyError, VocabularyTable
+from coordexp.answers.table import VocabularyTable
 from coordexp.data import BINS
 from coordexp.data.addresses import is_url, join_address, parse_address
-from coordexp.dumps import FOLDER, FORMAT, NOT_A_DUMP, TRACE_FORMAT, step_files, trace_file
+from coordexp.dumps import FOLDER, FORMAT, NOT_A_DUMP, TRACE_FORMAT, read_table, step_files, trace_file
 from coordexp.errors import DataError, explain
 from coordexp.files import read_json_lines
 from coordexp.pages.cards import explain_missing_image, make_thumbnail
@@ -38,6 +38,7 @@ KINDS = {
 FILTERS = {"missed": "with misses", "extra": "with extra", "invalid": "with invalid", "truncated": "truncated"}
 SIDE = 640  # pixels of an image on the page, at most
 PLACE = ("step", "micro", "record")
+_read_table = functools.lru_cache(maxsize=1)(read_table)  # a served page is made again and again
 SCRIPTS = (
     "common.js",
     "rollouts_data.js",
@@ -198,14 +199,6 @@ def make_visible(piece: bytes) -> str:
     except UnicodeDecodeError:  # a part of a character
         return "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in piece)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
-@functools.lru_cache(maxsize=1)  # a served page is made again and again
-def _read_table(folder: Path) -> VocabularyTable:
-    try:
-        return VocabularyTable.from_folder(folder)
-    except VocabularyError as error:  # its fix is meant for training
-        raise DataError(error.problem, "copy the tokenizer.json of the run's model there") from error
 
 
 def _read_samples(

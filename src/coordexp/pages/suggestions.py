@@ -6,7 +6,6 @@ pixels. An image that is no file of its own is always inside the page. Decisions
 saved as decisions.json.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from coordexp.data import Record, RecordObject
-from coordexp.data.addresses import is_file, join_address
+from coordexp.data.addresses import is_file, join_address, move_address
 from coordexp.detect.suggestions import SuggestionFile
 from coordexp.pages.cards import number_classes, ring_of, try_thumbnail
 from coordexp.pages.document import render_page
@@ -55,7 +54,8 @@ def render_suggestions(
             "labels": labels,
         }
         if are_linked and is_file(record.image):
-            image["source"] = _link(folder / record.image, target)
+            source = folder / record.image
+            image["source"] = quote(move_address(source.name, source.parent, target))
         else:
             url, image["remark"] = try_thumbnail(join_address(folder, record.image), SIDE)
             if url:
@@ -85,9 +85,3 @@ def render_suggestions(
 def _ring(item: RecordObject, record: Record) -> list[float]:
     """Return the vertices of a shape, rounded to a hundredth of a pixel."""
     return [round(value, 2) for value in ring_of(item.kind, record.in_pixels(item))]
-
-
-def _link(image: Path, target: Path) -> str:
-    """Return the address of an image, relative to the page."""
-    path = os.path.relpath(image.parent.resolve() / image.name, target.resolve())
-    return quote(Path(path).as_posix())

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
-from torch import distributed as dist
 
 from coordexp.errors import EngineError
-from coordexp.ranks import gather_texts, together
+from coordexp.ranks import find_rank, gather_texts, together
 from coordexp.rollout import OR_USE_HF
 from coordexp.rollout.backend import (
     AdapterWeights,
@@ -85,8 +84,7 @@ class ColocateBackend(RolloutBackend):
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         self._make_room()
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return share_requests(requests, rank, self.setup.size, self._ask)
+        return share_requests(requests, find_rank()[0], self.setup.size, self._ask)
 
     @property
     def requests_per_call(self) -> int:

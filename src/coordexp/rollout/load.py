@@ -86,7 +86,7 @@ class Reload:
         initialize_layerwise_reload(self.model)
 
     @torch.no_grad()
-    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights, one after the other, each if it is finite. vLLM's reload keeps a layer's weights until the
         last of them has arrived, and then copies them."""
         current = ""
@@ -124,7 +124,7 @@ def load_all(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Load whole weights into the model of a model runner of this process."""
     reload = Reload(runner)
     reload.begin()
-    reload.take(weights)
+    reload.load_weights(weights)
     reload.finish()
 
 

@@ -209,7 +209,7 @@ class RolloutApp:
             )
             raise Refusal(400, "world_size", problem, f"join with world_size {size}")
         host = request.scope["server"][0] if self.host in EVERYWHERE else self.host
-        await self.updates.take(body)
+        await self.updates.claim(body)
         return _Joined(self.updates, body, host, self.ending)
 
     async def begin(self, body: BeginUpdate) -> dict[str, str]:

@@ -220,14 +220,14 @@ class Generation:
         with self._changed:
             self._changed.wait_for(self._is_over)
 
-    def take_losses(self, pool: Pool) -> dict[int, Loss]:
+    def pop_losses(self, pool: Pool) -> dict[int, Loss]:
         """Return the servers that this rank has lost since the last time. A server that is out already is not
         among them, and neither is one that has received newer weights since: it is back."""
         with self._changed:
             lost, self._lost = self._lost, {}
         return {server: loss for server, loss in lost.items() if pool.states[server] == self._version}
 
-    def take_calls(self) -> list[dict[str, Any]]:
+    def pop_calls(self) -> list[dict[str, Any]]:
         """Return the calls that ended since the last time, in the order in which they were made."""
         with self._changed:
             calls, self._calls = self._calls, {}

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import TypeAdapter
-from torch import distributed as dist
 
 from coordexp.config.rollout import capacity_shortage
 from coordexp.errors import EngineError
-from coordexp.ranks import gather_texts, sum_over_ranks, together
+from coordexp.ranks import find_rank, gather_texts, sum_over_ranks, together
 from coordexp.rollout.backend import AdapterWeights, Canary, ImageRef, Request, Rollout, RolloutBackend, Weights
 from coordexp.rollout.prompt import PromptBuilder
 from coordexp.rollout.start import EngineSetup
@@ -57,7 +56,7 @@ class ServerBackend(RolloutBackend):
     ) -> None:
         self.setup, self.record = setup, record
         self.settings = setup.settings.vllm
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.ranks = find_rank()
         self.notify = notify if self.rank == 0 else ignore
         notify_here = notify if self.rank == 0 else lambda message: notify(f"rank {self.rank}: {message}")
         seconds = self.settings.server.infer_timeout_s
@@ -80,7 +79,7 @@ class ServerBackend(RolloutBackend):
         if version == self.pool.version and not self.pool.out:
             return
         self._weights = weights
-        self._deliver(version, time.monotonic() + self.settings.server.timeout_s)
+        self._update_pool(version, time.monotonic() + self.settings.server.timeout_s)
 
     def generate(self, requests: Sequence[Request]) -> list[Rollout]:
         """Return the rollouts of the requests. While no server is left, all ranks wait for one, for up to
@@ -109,7 +108,7 @@ class ServerBackend(RolloutBackend):
         while True:
             together(partial(generation.wait, started.indices))
             assert self.pool is not None
-            losses = generation.take_losses(self.pool)
+            losses = generation.pop_losses(self.pool)
             own = [index for index in started.indices if index not in generation.rollouts]
             missing, lost = sum_over_ranks([len(own), len(losses)])
             if lost:
@@ -120,10 +119,10 @@ class ServerBackend(RolloutBackend):
                 break
             together(generation.wait_until_idle)  # weights must not change under the requests of another rank
             until = until or time.monotonic() + self.settings.server.timeout_s
-            self._deliver(version, until)
+            self._update_pool(version, until)
             generation.ask(self.pool, self.rank, self.ranks)
         if started.indices:
-            self._record_calls(generation.take_calls(), generation.seconds)
+            self._record_calls(generation.pop_calls(), generation.seconds)
         return [generation.rollouts[k] for k in started.indices]
 
     @property
@@ -153,26 +152,26 @@ class ServerBackend(RolloutBackend):
         self.sender.devices = gather_texts(gpu_name(device) if device.type == "cuda" else "")
         self.asker.run = gather_texts(uuid4().hex[:8])[0]
         self.notify(f"connecting to {', '.join(client.name for client in self.clients)}")
-        sizes = self._take_facts(self._on_senders(self.sender.connect_all, ServerFacts))
+        sizes = self._set_facts(self._on_senders(self.sender.connect_all, ServerFacts))
         if shortage := capacity_shortage(self.setup.settings.decode_batch_size, sum(sizes), self.ranks):
             problem, fix = shortage
             raise EngineError(f"rollout_matching.decode_batch_size: {problem}", fix)
         return Pool.of(sizes)
 
-    def _take_facts(self, facts: dict[int, ServerFacts]) -> tuple[int, ...]:
+    def _set_facts(self, facts: dict[int, ServerFacts]) -> tuple[int, ...]:
         """Set the facts of all clients, and return the world sizes of the servers."""
         for client in self.clients:
             client.facts = facts[client.index]
         return tuple(client.world_size for client in self.clients)
 
-    def _deliver(self, version: int, until: float) -> None:
+    def _update_pool(self, version: int, until: float) -> None:
         """Send the weights, which are `version`, to all servers that can be reached and lack them. Return once one
         has them. Raise EngineError if that takes until the deadline."""
         assert self.pool is not None
         self.pool = replace(self.pool, version=version)
         while True:
             prospects = self._on_senders(partial(self._find_prospects, self.pool, until), Prospect)
-            sizes = self._take_facts({k: prospect.facts for k, prospect in prospects.items()})
+            sizes = self._set_facts({k: prospect.facts for k, prospect in prospects.items()})
             self.pool = replace(self.pool, world_sizes=sizes)
             for index, prospect in prospects.items():
                 if prospect.lost:
@@ -181,7 +180,7 @@ class ServerBackend(RolloutBackend):
                     self.pool = self.pool.mark(index, prospect.failed)
             targets = {k: prospect.is_back for k, prospect in prospects.items() if prospect.is_target}
             if targets:
-                self._send(targets, version)
+                self._deliver(targets, version)
             if self.pool.usable:
                 return
             if not targets:
@@ -197,7 +196,7 @@ class ServerBackend(RolloutBackend):
             )
         return self.sender.find_prospects(pool, until)
 
-    def _send(self, targets: dict[int, bool], version: int) -> None:
+    def _deliver(self, targets: dict[int, bool], version: int) -> None:
         """Send the weights to these servers. A value says that the server has just come back: then it is probed,
         as all are when the canary is due."""
         assert self.pool is not None and self._weights is not None

@@ -37,7 +37,7 @@ class ServedEngine:
             arguments = batch_arguments(setup) | arguments | lora_arguments(setup.settings.vllm)
             arguments["data_parallel_size"] = setup.replicas
             self.vllm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        self.takes_adapters = setup.settings.vllm.enable_lora
+        self.accepts_adapters = setup.settings.vllm.enable_lora
         self._adapter: Any = None  # the adapter that answers are made with
         self._adapters = 0
         self.max_model_len: int = self.vllm.model_config.max_model_len

@@ -140,13 +140,13 @@ class Link:
         host, port, size = urlsplit(self.client.url).hostname or "127.0.0.1", message.port, message.world_size
         while True:  # an attempt to join before the port is open could disturb the next one
             self._joined.check()
-            is_taken = self._joined.lines >= 1  # the server is this learner's, and has left the group before
-            if is_taken:
+            is_ours = self._joined.lines >= 1  # the server is this learner's, and has left the group before
+            if is_ours:
                 with suppress(OSError):
                     socket.create_connection((host, port), timeout=1).close()
                     break
             if time.monotonic() >= until:
-                raise self._no_group("nothing listens there" if is_taken else "the server has not let this one in")
+                raise self._no_group("nothing listens there" if is_ours else "the server has not let this one in")
             time.sleep(LOOK)
         group = Task(join, host, port, size - 1, size, device, message.timeout_s)
         while not (group.done.is_set() and self._joined.lines == 2) and group.error is None:

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -28,6 +27,7 @@ from typing_extensions import TypedDict
 
 from coordexp.answers.table import COORD_TOKENS
 from coordexp.config.rollout import TOKEN as TOKEN
+from coordexp.config.sections import from_null
 from coordexp.errors import EngineError, UserError
 from coordexp.families import STOP_TOKENS
 from coordexp.files import is_encodable
@@ -154,16 +154,12 @@ class RequestConfig(StrictMessage):
     stream: bool = False
 
 
-def _default_config(value: Any) -> Any:
-    return {} if value is None else value
-
-
 class InferCall(StrictMessage):
     """The body of a call. Its requests are read one by one, so that a bad one fails alone. ms-swift's own client
     also sends `metrics` and `use_tqdm`, which change no answer."""
 
     infer_requests: Annotated[list[Any], Field(max_length=MOST_REQUESTS)]
-    request_config: Annotated[RequestConfig, BeforeValidator(_default_config)] = RequestConfig()
+    request_config: Annotated[RequestConfig, from_null] = RequestConfig()
     metrics: Any = None
     use_tqdm: Any = None
 

@@ -186,7 +186,7 @@ class Sender:
         raise EngineError if one does not answer as `expected`. Return which of them have the weights, and why the
         others do not, whose links are closed. A rank without servers takes part in gathering the weights."""
         own = {index: self.open[index] for index in targets if index in self.open}
-        sent = self._send(list(own.values()), weights, self.asker.name_version(version))
+        sent = self._send_by_mode(list(own.values()), weights, self.asker.name_version(version))
         errors: dict[int, EngineError] = dict(sent.errors)
         probes = {}
         for index in own:
@@ -205,7 +205,9 @@ class Sender:
         losses = {index: Loss.from_error(error) for index, error in errors.items()}
         return {index: Delivery(sent.seconds, sent.nbytes, losses.get(index)) for index in own}
 
-    def _send(self, links: Sequence[Link], weights: Weights, version: str) -> "Sent":
+    def _send_by_mode(self, links: Sequence[Link], weights: Weights, version: str) -> "Sent":
+        """Send the adapter alone or whole weights, as the mode says. If a server refuses the adapter, all of them
+        get whole weights from here on."""
         if not links:
             deque(weights(), maxlen=0)
             return Sent()

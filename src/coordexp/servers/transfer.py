@@ -117,7 +117,7 @@ class WeightGroup:
         every rank, before anything is sent, if the buffers differ in length."""
         pair = torch.tensor([buffer.numel(), -buffer.numel()], dtype=torch.int64, device=self._device)
         check_agreement(self._maxima(pair), buffer)
-        self._send(buffer)
+        self._broadcast(buffer)
 
     def close(self) -> None:
         self._group = self._store = None
@@ -139,7 +139,7 @@ class WeightGroup:
         self._group.allreduce([values], options).wait()
         return values
 
-    def _send(self, buffer: Tensor) -> None:
+    def _broadcast(self, buffer: Tensor) -> None:
         self._group.broadcast(buffer, self._learner).wait()
 
 
@@ -168,7 +168,7 @@ class GpuWeightGroup(WeightGroup):
         self._run(self._nccl.all_reduce, values, maxima, dist.ReduceOp.MAX, self._stream)
         return maxima
 
-    def _send(self, buffer: Tensor) -> None:
+    def _broadcast(self, buffer: Tensor) -> None:
         self._run(self._nccl.broadcast, buffer, self._learner, self._stream)
 
     def _run(self, work: Callable[..., object], *arguments: Any) -> None:

@@ -6,7 +6,7 @@ update fails, the server has no weights, reports that, and can be given whole we
 
 An adapter is loaded beside the weights in use and replaces the previous adapter in one step at the end. If it
 fails before that step, the old version stays. An adapter belongs to the weights that the server was started with:
-once an update of whole weights has begun, the server takes no adapter any more.
+once an update of whole weights has begun, the server accepts no adapter any more.
 
 The group for weights is the ownership: the server belongs to the learner that has joined it, until the connection
 of that call closes. Then the server abandons the learner's update and leaves the group.
@@ -26,7 +26,7 @@ from coordexp.servers.transfer import check_metadata
 from coordexp.tasks import ignore
 
 STARTED = "default"  # vLLM's name for the weights that it was started with
-TAKEN = 10.0  # seconds that a learner waits for the end of one that has just died
+HANDOVER = 10.0  # seconds that a learner waits for the end of one that has just died
 
 
 @dataclass
@@ -78,12 +78,12 @@ class Updates:
         # Agreeing on the length of a bucket and sending it may each take the whole deadline.
         return 2 * self._timeout if self._engine.locked() else 0.0
 
-    async def take(self, learner: JoinGroup) -> None:
+    async def claim(self, learner: JoinGroup) -> None:
         """Let the server belong to a learner until it leaves. Wait a while if there is another one, which may have
         just died."""
         async with self._changed:
             with suppress(TimeoutError):
-                async with asyncio.timeout(TAKEN):
+                async with asyncio.timeout(HANDOVER):
                     await self._changed.wait_for(lambda: self.owner is None)
             if self.owner is not None:
                 problem = f"learner {self.owner.learner} holds this server"
@@ -117,7 +117,7 @@ class Updates:
         async with self._changed:
             if self.update is not None:
                 raise Refusal(409, "update_running", f"weights of version {self.update.version} are being sent")
-            if message.adapter is not None and not self.engine.takes_adapters:
+            if message.adapter is not None and not self.engine.accepts_adapters:
                 problem = "this server was started without support for adapters"
                 fix = "start it with rollout_matching.vllm.enable_lora: true, or send whole weights"
                 raise Refusal(409, "no_lora", problem, fix)

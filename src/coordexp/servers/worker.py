@@ -103,7 +103,7 @@ class Receiver(Reload):
         if self._adapter is not None:  # vLLM keeps adapters on the host
             self._adapter |= {name: weight.to("cpu", copy=True) for name, weight in weights}
         else:
-            self.take(weights)
+            self.load_weights(weights)
             start = buffer.untyped_storage().data_ptr()
             layers = map(get_layerwise_info, self.model.modules())
             for _, call in chain.from_iterable(layer.loaded_weights for layer in layers):

@@ -2,8 +2,8 @@
 runs out of the folder.
 
 A checkpoint is complete when it has a `manifest.json` with the size and sha256 of every other file in it. The
-manifest is written last, when everything else is on the disk. This module imports no torch, so `coordexp run
-verify` starts quickly.
+manifest is written last, when everything else is on the disk. This module imports no torch, so `coordexp verify`
+starts quickly.
 """
 
 import fcntl

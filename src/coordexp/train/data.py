@@ -12,7 +12,7 @@ import numpy as np
 from coordexp.config import Settings
 from coordexp.config.rules import trains_chat
 from coordexp.config.settings import Custom
-from coordexp.data import Record, Records, RecordSet, find_wrong_kind, open_data
+from coordexp.data import Record, Records, find_wrong_kind, open_data
 from coordexp.data.doctor.examine import SMALL, measure_sides, quantile
 from coordexp.dumps import CORRECTION_SETTINGS
 from coordexp.errors import DataError
@@ -59,7 +59,7 @@ class RunData:
     def check(self, settings: Settings) -> None:
         """Report what the data means for the run. Raise now, and not at the first evaluation, if the records to
         evaluate on cannot be read."""
-        for part in _find_parts(self.train):  # other records are refused when they are trained on
+        for part in self.train.parts:  # other records are refused when they are trained on
             records = list(_read_first(part, FIRST_RECORDS))
             if wrong := find_wrong_kind("custom.train_data", records, trains_chat(settings)):
                 raise DataError(f"{part}: {wrong[0]}", wrong[1])
@@ -75,7 +75,7 @@ class RunData:
         """Return which kinds of requests the run trains, `classes` and `expression`: those that it draws, and
         those of the first records of each data set."""
         kinds = {"classes"} if custom.class_requests.rate else set[str]()
-        for part in _find_parts(self.train):
+        for part in self.train.parts:
             for record in _read_first(part, MEASURED):
                 kinds |= {kind for kind in ("classes", "expression") if getattr(record, kind, None) is not None}
         return sorted(kinds)
@@ -85,10 +85,6 @@ def _open_records(*sets: Sequence[str]) -> Records:
     """Open data sets, each of which is a list of paths and glob patterns."""
     notify = say if os.environ.get("RANK", "0") == "0" else ignore
     return open_data([find_data_files(names) for names in sets], notify)
-
-
-def _find_parts(records: Records) -> Sequence[Records]:
-    return records.parts if isinstance(records, RecordSet) else (records,)
 
 
 def _read_first(records: Records, most: int) -> Iterator[Any]:
@@ -117,7 +113,6 @@ def make_order(settings: Settings, records: Records, rank: int, ranks: int) -> S
     training, custom = settings.training, settings.custom
     mixture = None
     if len(custom.train_data) > 1:
-        assert isinstance(records, RecordSet)
         mixture = Mixture(custom.shares, tuple(map(len, records.parts)))
     return SampleOrder(
         len(records),

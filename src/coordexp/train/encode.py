@@ -148,8 +148,8 @@ class TrainingSet:
     def _draw(self, record: Record, index: int, step: int) -> Record:
         custom = self.custom
         draw = random.Random(f"{custom.negatives.seed} {step} {index}")  # noqa: S311  (not a secret)
-        data = self.records
-        if isinstance(data, RecordSet) and len(custom.train_data) > 1:
+        data: Records = self.records
+        if len(custom.train_data) > 1:
             data = data.parts[self._find_set(index)]  # the sets of a mixture may have different classes
 
         def read_other(draw: random.Random) -> Record:
@@ -196,10 +196,9 @@ class TrainingSet:
     def find_images(self, most: int, quarantine: Quarantine | None = None) -> list[ImageRef]:
         """Return images of up to `most` records with objects, without broken ones. The first records of every data
         set are looked at."""
-        parts = self.records.parts if isinstance(self.records, RecordSet) else (self.records,)
         images: list[ImageRef] = []
         begin = 0
-        for part in parts:
+        for part in self.records.parts:
             for index in range(min(SEARCHED, len(part))):
                 if len(images) == most:
                     return images

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import distributed as dist
-
 from coordexp.answers.formats import AnswerFormat
 from coordexp.config import RolloutMatching
 from coordexp.data import ChatRecord, DataError, Questions, Record, Records
@@ -17,7 +15,7 @@ from coordexp.evaluate.answer import build_answer, parse_answer
 from coordexp.evaluate.report import ImageReport
 from coordexp.files import BestEffort, write_whole
 from coordexp.logs import say
-from coordexp.ranks import gather_texts, together
+from coordexp.ranks import find_rank, gather_texts, together
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout, RolloutBackend, TextRequest, Weights
 from coordexp.rollout.prompt import read_image
 from coordexp.tasks import ignore
@@ -42,14 +40,14 @@ class Asking:
 
     def choose(self, records: Records) -> tuple[Sequence[int], Sequence[int]]:
         """Return the indices of the records to answer: on all ranks, and on this one."""
-        chosen, (rank, ranks) = evenly_spaced(len(records), self.samples), _find_rank()
+        chosen, (rank, ranks) = evenly_spaced(len(records), self.samples), find_rank()
         return chosen, chosen[rank::ranks]
 
     def ask(self, backend: Any, requests: Sequence[Request | TextRequest], total: int) -> list[Rollout]:
         """Return the answers to this rank's requests, of `total` on all ranks. All ranks make the same calls. In
         the last one, some ranks may have no requests left. Raise Stopped, on all ranks, if the run is asked to
         stop."""
-        size, ranks, rollouts = backend.requests_per_call, _find_rank()[1], list[Rollout]()
+        size, ranks, rollouts = backend.requests_per_call, find_rank()[1], list[Rollout]()
         together(partial(self.progress, 0, total))
         for start in range(0, -(-total // ranks), size):
             if self.is_stopping():
@@ -71,10 +69,6 @@ def evenly_spaced(count: int, most: int | None) -> Sequence[int]:
     file."""
     chosen = count if most is None else min(count, most)
     return [k * count // chosen for k in range(chosen)]
-
-
-def _find_rank() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _gather_lines(own: Sequence[str], total: int) -> list[str]:
@@ -106,7 +100,7 @@ class AnswerEvaluation:
         chosen, own = self.asking.choose(self.records)
         answers = together(partial(self._answer_images, own, len(chosen), step))
         lines = _gather_lines([json.dumps(asdict(answer)) for answer in answers], len(chosen))
-        metrics = together(partial(self._score, step, chosen, lines) if _find_rank()[0] == 0 else dict)
+        metrics = together(partial(self._score, step, chosen, lines) if find_rank()[0] == 0 else dict)
         return json.loads(gather_texts(json.dumps(metrics))[0])
 
     def _answer_images(self, own: Sequence[int], total: int, step: int) -> list[ImageAnswer]:
@@ -198,7 +192,7 @@ class ChatEvaluation:
             _describe_answer(record, rollout.text) for (record, _), rollout in zip(records, rollouts, strict=True)
         ]
         lines = _gather_lines(own_lines, len(chosen))
-        if _find_rank()[0] == 0:
+        if find_rank()[0] == 0:
             file = self.asking.folder / "evaluations" / f"step-{step}-{name}.jsonl"
             BestEffort("answers", say).attempt(partial(write_whole, file, "".join(f"{line}\n" for line in lines)))
         return sum(json.loads(line)["right"] for line in lines) / len(lines)

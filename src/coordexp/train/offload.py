@@ -65,7 +65,7 @@ def _use_stand_ins(model: nn.Module, copies: Copies) -> Iterator[None]:
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is not None and _to_local(tensor).untyped_storage()._cdata in copies:
+                    if tensor is not None and to_local(tensor).untyped_storage()._cdata in copies:
                         restore.callback(table.__setitem__, name, tensor)
                         stand_in = _view_copy(tensor, copies)
                         if isinstance(tensor, nn.Parameter):
@@ -94,7 +94,7 @@ def offload_storages(tensors: Iterable[Tensor]) -> Iterator[Copies]:
         yield copies
 
 
-def _to_local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -102,7 +102,7 @@ def _group_by_storage(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the tensors that are worth moving, grouped by storage. If any is on an accelerator, tensors on the
     CPU are left out, because they do not take memory from the engine."""
     by_storage: dict[int, dict[int, Tensor]] = {}
-    for tensor in map(_to_local, tensors):
+    for tensor in map(to_local, tensors):
         storage = tensor.untyped_storage()
         if storage.nbytes() >= SMALL and storage.data_ptr():
             by_storage.setdefault(storage._cdata, {})[id(tensor)] = tensor
@@ -135,7 +135,7 @@ def _make_resizable(group: list[Tensor]) -> UntypedStorage:
 
 def _view_copy(tensor: Tensor, copies: Copies) -> Tensor:
     """Return a tensor with the same values, over the copy of its storage."""
-    local = _to_local(tensor)
+    local = to_local(tensor)
     copy = _view_storage(copies[local.untyped_storage()._cdata], local)
     return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 

@@ -56,7 +56,7 @@ class RolloutSource:
         self.weights, self.metrics = weights, metrics
         self.max_staleness, self.max_steps = max_staleness, max_steps
         self._step, self._micro = -1, 0  # the step that has begun, and how many micro-batches were planned in it
-        self._ready: deque[tuple[MicroBatch, Sequence[Rollout]]] | None = None  # None if `take` has to plan them
+        self._ready: deque[tuple[MicroBatch, Sequence[Rollout]]] | None = None  # None if they are planned later
         self._ahead: deque[PlannedStep] = deque()
         if max_staleness and not isinstance(backend, RolloutStarter):
             raise UserError(
@@ -79,7 +79,7 @@ class RolloutSource:
         rollouts = iter(self._complete(step) if self.encoder.takes_rollouts(self._step) else ())
         self._ready = deque((batch, [*itertools.islice(rollouts, len(batch.requests))]) for batch in step.batches)
 
-    def take(self) -> tuple[MicroBatch, Sequence[Rollout]]:
+    def next_micro_batch(self) -> tuple[MicroBatch, Sequence[Rollout]]:
         """Return the next micro-batch of the step, with the rollouts of its requests. The one before it must be
         packed: without rollouts, a micro-batch is planned only now, by what has been packed so far."""
         if self._ready is not None:

@@ -45,7 +45,7 @@ from coordexp.train.metrics import StepMetrics, TraceWriter
 from coordexp.train.quarantine import Quarantine
 from coordexp.train.rollouts import RolloutSource
 from coordexp.train.sinks import MetricsFile, PrometheusFile, Sink, Sinks, TensorBoard, Wandb
-from coordexp.train.step import OptimizerStep, RowLoader
+from coordexp.train.step import OptimizerSteps, RowLoader
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream
 from coordexp.train.terminal import Bar, FillWarning
@@ -369,10 +369,10 @@ class Assembly:
         return evaluations
 
     @cached_property
-    def step(self) -> OptimizerStep:
+    def steps(self) -> OptimizerSteps:
         contract, threads = self.contract, self.settings.training.dataloader_num_workers
         collate = Collator.for_model(self.learner.base, self.prompts.pixels, self.objective.roles())
-        return OptimizerStep(
+        return OptimizerSteps(
             rollouts=self.rollouts,
             objective=self.objective,
             head=self.learner.head,
@@ -386,7 +386,7 @@ class Assembly:
     def trainer(self) -> RowTrainer:
         trainer = RowTrainer(
             learner=self.learner,
-            step=self.step,
+            steps=self.steps,
             evaluations=self.evaluations,
             stop=self.stop,
             args=self.arguments,

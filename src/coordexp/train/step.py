@@ -1,9 +1,9 @@
 """One optimizer step on one rank: rollouts, examples, rows, losses and gradients.
 
-The Hugging Face Trainer has the loop, the optimizer and the schedule. Once per optimizer step it calls `begin`,
-which makes the rows of all micro-steps. Then it takes each row with `load`, computes its loss with `compute_loss`,
-and runs the backward pass. The losses of all rows are shares of one sum, so their gradients add up to that of the
-step.
+The Hugging Face Trainer has the loop, the optimizer and the schedule. Once per optimizer step it calls
+`begin_next`, which makes the rows of all micro-steps. Then it gets each row with `load`, computes its loss with
+`compute_loss`, and runs the backward pass. The losses of all rows are shares of one sum, so their gradients add up
+to that of the step.
 """
 
 import itertools
@@ -35,8 +35,9 @@ Rows = Sequence[tuple[Example, ...]]  # the examples of each row of a micro-step
 Trace = Callable[[Row, Split, int], None]
 
 
-class OptimizerStep:
-    """`set_names` are the names of the data sets, if they are mixed. Only a traced run has a `trace`."""
+class OptimizerSteps:
+    """The optimizer steps of a run on one rank, one after the other. `set_names` are the names of the data sets,
+    if they are mixed. Only a traced run has a `trace`."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class OptimizerStep:
         self.set_tally = SetTally(objective, set_names) if set_names else None
         self.tokens = self.steps = 0  # since the last report
 
-    def begin(self, device: torch.device) -> tuple[Sequence[Rows], Tensor]:
+    def begin_next(self, device: torch.device) -> tuple[Sequence[Rows], Tensor]:
         """Return the rows of the next optimizer step, by micro-step, and how many tokens of each kind their
         answers have on all ranks. All ranks call this together. Rollouts that are made ahead are asked for last,
         because the examples of this step decide how many samples the next one takes."""
@@ -83,7 +84,7 @@ class OptimizerStep:
         with self.rollouts.backend.session():
             self.rollouts.begin_step()
             for _ in range(self.stream.accumulation):
-                batch, rollouts = self.rollouts.take()
+                batch, rollouts = self.rollouts.next_micro_batch()
                 examples = self.encoder.encode(batch, rollouts)
                 micro_steps.append(self.stream.pack(examples))
         return micro_steps
@@ -91,12 +92,12 @@ class OptimizerStep:
     def load(self, examples: tuple[Example, ...]) -> Row:
         """Return the tensors of a row, which were made while the row before it was trained."""
         with self.metrics.measure("pictures", without=("waited",)):
-            row = self._together(partial(self.loader.take, examples))
+            row = self._together(partial(self.loader.next_row, examples))
         return row.to(self.loader.device)
 
     def compute_loss(self, model: Any, row: Row, counts: Tensor, number: int) -> Tensor:
         """Return the share that a row has in the loss of the optimizer step `number`, which is counted from 1.
-        `counts` are those that `begin` returned."""
+        `counts` are those that `begin_next` returned."""
         request = self.objective.request_split(row.supervision)
         with self.head.splitting(request):
             split = Split(model(**row.inputs).logits[0], request.temperatures)
@@ -154,7 +155,7 @@ class RowLoader:
         read_ahead(example.image for row in self._rows for example in row if example.image is not None)
         self._load_next()
 
-    def take(self, examples: tuple[Example, ...]) -> Row:
+    def next_row(self, examples: tuple[Example, ...]) -> Row:
         """Return the tensors of a row, which must be the next one, and begin with the one after it."""
         assert self._next is not None and self._next[0] is examples
         row = self._next[1].result()

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import TrainerCallback
 
 from coordexp.errors import UserError
 from coordexp.objective.split import FENCE
 from coordexp.ranks import gather_texts, max_over_ranks
+from coordexp.rollout.weights import find_non_finite
+from coordexp.train.offload import to_local
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME = 1.0  # seconds within which further signals count as the same one: a scheduler and torchrun may both send it
@@ -206,20 +206,12 @@ def _name_value(value: float | None) -> str:
 
 def check_weights(model: nn.Module, step: int) -> None:
     """Raise DivergenceError, on all ranks, if a trained weight is not finite on any of them. Each rank checks
-    its own shard of a sharded weight. All results are copied from the device at once."""
-    local = {name: _to_local(weight) for name, weight in model.named_parameters() if weight.requires_grad}
-    names = [name for name, weight in local.items() if weight.numel()]
-    # The largest absolute value is NaN if any is, and needs no memory of the weight's size.
-    norms = [torch.linalg.vector_norm(local[name], math.inf).float() for name in names]
-    finite = torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().tolist() if norms else []
-    own = next((name for name, is_finite in zip(names, finite, strict=True) if not is_finite), "")
-    if name := next(filter(None, gather_texts(own)), None):
+    its own shard of a sharded weight."""
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    own = find_non_finite((name, to_local(weight)) for name, weight in trained)
+    if name := next(filter(None, gather_texts(own or "")), None):
         raise DivergenceError(
             f"step {step}: the weight {name} has NaN or infinite values after the update; it is not saved, and "
             "the run stops",
             WAY_OUT,
         )
-
-
-def _to_local(weight: Tensor) -> Tensor:
-    return (weight.to_local() if isinstance(weight, DTensor) else weight).detach()

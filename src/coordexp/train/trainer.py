@@ -2,7 +2,7 @@
 
 In every optimizer step, the Trainer calls these methods of `RowTrainer`:
 
-1. `get_batch_samples` begins an `OptimizerStep`, which makes the rows of all micro-steps.
+1. `get_batch_samples` calls `OptimizerSteps.begin_next`, which makes the rows of all micro-steps.
 2. `training_step`, once per micro-step, trains on its rows: `compute_loss` runs the forward pass, and the Trainer
    the backward pass.
 3. `_get_grad_norm`, after the last micro-step, checks loss, logits and gradient norm. Then the optimizer steps.
@@ -36,7 +36,7 @@ from coordexp.rollout.backend import RolloutBackend
 from coordexp.tasks import ignore
 from coordexp.train.checkpoints import clear, rotate, saving, sync_checkpoint, write_manifest
 from coordexp.train.learner import Learner
-from coordexp.train.step import OptimizerStep, Rows, count_tokens
+from coordexp.train.step import OptimizerSteps, Rows, count_tokens
 from coordexp.train.stopping import (
     WAY_OUT,
     DivergenceError,
@@ -55,14 +55,14 @@ class RowTrainer(Trainer):
     def __init__(
         self,
         learner: Learner,
-        step: OptimizerStep,
+        steps: OptimizerSteps,
         evaluations: Sequence[Evaluation],
         stop: StopOnSignal,
         **options: Any,
     ) -> None:
         """`options` are those of the Trainer: `args`, `processing_class` and `callbacks`."""
         super().__init__(model=learner.model, eval_dataset=[*evaluations] or None, **options)
-        self.learner, self.step, self.evaluations, self.stop = learner, step, tuple(evaluations), stop
+        self.learner, self.steps, self.evaluations, self.stop = learner, steps, tuple(evaluations), stop
         self.health = Health()
         self.saved: int | None = None  # the step of the newest checkpoint
         # `_rotate` alone removes checkpoints.
@@ -74,16 +74,16 @@ class RowTrainer(Trainer):
 
     @property
     def rollout_matching_cfg(self) -> RolloutContract:
-        return self.step.rollout_matching_cfg
+        return self.steps.rollout_matching_cfg
 
     @property
     def backend(self) -> RolloutBackend:
-        return self.step.rollouts.backend
+        return self.steps.rollouts.backend
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Return the rows of one optimizer step, by micro-step, and their token counts over all ranks. The Trainer
         calls this before the first micro-step; `epoch_iterator` is not used."""
-        micro_steps, counts = self.step.begin(device)
+        micro_steps, counts = self.steps.begin_next(device)
         assert len(micro_steps) == num_batches
         return micro_steps, counts
 
@@ -91,9 +91,9 @@ class RowTrainer(Trainer):
         """Run a forward and a backward pass for each row of the micro-step. The loss of a row is its share of
         the loss of the optimizer step, so gradients add up to the right sum however many rows there are."""
         loss = torch.zeros((), device=self.args.device)
-        with self.step.metrics.measure("compute", without=("pictures", "waited")):
+        with self.steps.metrics.measure("compute", without=("pictures", "waited")):
             for examples in inputs:
-                loss += super().training_step(model, {"row": self.step.load(examples)}, num_items_in_batch)
+                loss += super().training_step(model, {"row": self.steps.load(examples)}, num_items_in_batch)
         return loss
 
     def compute_loss(
@@ -102,7 +102,7 @@ class RowTrainer(Trainer):
         """Return the share that a row has in the loss of the optimizer step. `num_items_in_batch` is not a number
         here, but a vector: the tokens of the whole step on all ranks, counted by `TokenKind`."""
         assert num_items_in_batch is not None
-        return self.step.compute_loss(model, inputs["row"], num_items_in_batch, self.state.global_step + 1)
+        return self.steps.compute_loss(model, inputs["row"], num_items_in_batch, self.state.global_step + 1)
 
     def get_train_dataloader(self) -> Iterable[None]:
         """Return an iterable without an end. `get_batch_samples` does not read it."""
@@ -112,7 +112,7 @@ class RowTrainer(Trainer):
         """Return the gradient norm. Raise DivergenceError, before the optimizer steps, if one is not finite. No
         callback that comes before the optimizer gets the norm."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        terms, broken_logits, norm = self.step.tally.end_step(grad_norm)
+        terms, broken_logits, norm = self.steps.tally.end_step(grad_norm)
         scaled = self.accelerator.scaler is not None
         numbers = StepNumbers(self.state.global_step + 1, terms, norm, broken_logits, scaled)
         self.health = self.health.after(numbers, self._describe_start())
@@ -136,7 +136,7 @@ class RowTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         assert self.evaluations, "evaluation was asked for without data"
-        self.step.rollouts.wait()  # evaluation sends other weights, so no request may be open
+        self.steps.rollouts.wait()  # evaluation sends other weights, so no request may be open
         results = [evaluation(self.state.global_step) for evaluation in self.evaluations]
         metrics = {f"{metric_key_prefix}_{name}": value for part in results for name, value in part.items()}
         self.log(metrics)
@@ -146,15 +146,15 @@ class RowTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the Trainer's own values, with those of the objective, the rollouts and the packing."""
         if "loss" in logs:
-            logs |= self.step.report()
+            logs |= self.steps.report()
         if self.state.epoch is not None:
-            self.state.epoch = self.step.stream.epoch
+            self.state.epoch = self.steps.stream.epoch
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log, evaluate and save, if that is due. If the run is asked to stop meanwhile, it stops after this
         step: the evaluation is abandoned, and the step is saved. The Trainer asks no callback in between."""
-        self.step.metrics.end_step()
+        self.steps.metrics.end_step()
         was_stopped = self.stop.stopped_by is not None
         takes_long = self.control.should_evaluate or self.control.should_save
         with suppress(Stopped):
@@ -186,7 +186,7 @@ class RowTrainer(Trainer):
                 self._write_model(checkpoint, model, trial)
             else:
                 together(partial(self._write_model, checkpoint, model, trial))
-            together(partial(self.step.rollouts.save, checkpoint))
+            together(partial(self.steps.rollouts.save, checkpoint))
             together(partial(sync_checkpoint, checkpoint) if self.args.local_process_index == 0 else ignore)
             together(partial(write_manifest, checkpoint, say) if first else ignore)
         self.saved, self.rotation_is_due = step, True

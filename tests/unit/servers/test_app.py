@@ -365,7 +365,7 @@ def test_unknown_fields_are_refused_by_name_and_those_that_ms_swift_sends_are_ac
 
 @pytest.mark.timeout(60)
 def test_a_server_is_held_by_the_connection_of_its_group(server, monkeypatch):
-    monkeypatch.setattr(updates, "TAKEN", 0.1)
+    monkeypatch.setattr(updates, "HANDOVER", 0.1)
     with server.client() as http, server.client() as other:
         with http.stream("POST", "/init_communicator/", json=GROUP) as held:
             lines = held.iter_lines()

@@ -21,13 +21,13 @@ B = JoinGroup(group="b", learner="host:2", port=1, world_size=2, timeout_s=5)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates_module, "TAKEN", 0.05)
+    monkeypatch.setattr(updates_module, "HANDOVER", 0.05)
 
 
 class FakeEngine:
     """Records its calls. It fails in the one that `fails` names, and waits in `load` while `gate` is closed."""
 
-    takes_adapters = True
+    accepts_adapters = True
 
     def __init__(self, fails: str = "") -> None:
         self.calls: list[str] = []
@@ -127,7 +127,7 @@ def refused(code: str) -> Iterator[None]:
 def test_an_update_begins_when_running_answers_have_ended_and_new_ones_wait_for_its_end():
     async def work() -> None:
         updates = Updates(FakeEngine())
-        await updates.take(A)
+        await updates.claim(A)
         old, begun, ended = await waiting(updates)
         new = asyncio.create_task(version_seen(updates))
         await asyncio.sleep(0.02)
@@ -149,7 +149,7 @@ def test_after_a_failed_update_a_server_reports_that_it_has_no_weights_until_a_c
         outcomes = []
         engine = FakeEngine(fails)
         updates = Updates(engine, lambda outcome, seconds, size: outcomes.append((outcome, size)))
-        await updates.take(A)
+        await updates.claim(A)
 
         with refused("update_failed"):
             await send(updates, "1")
@@ -176,7 +176,7 @@ class EndingEngine(FakeEngine):
 def test_an_engine_that_ends_in_an_update_is_reported_as_ended_and_blocks_nobody():
     async def work() -> None:
         updates = Updates(EndingEngine())
-        await updates.take(A)
+        await updates.claim(A)
         await begin(updates, "a", "1")
         with refused("engine_ended"):
             await load(updates, "a")
@@ -191,11 +191,11 @@ def test_a_second_live_learner_is_refused_and_takes_over_when_the_first_is_gone(
     async def work() -> None:
         engine = FakeEngine()
         updates = Updates(engine)
-        await updates.take(A)
+        await updates.claim(A)
         await begin(updates, "a", "1")
         for other in (B, A.model_copy(update={"learner": "stranger:1"})):
             with refused("taken"):
-                await updates.take(other)
+                await updates.claim(other)
         for call in (begin(updates, "b", "1"), load(updates, "b"), updates.finish("b")):
             with refused("other_group"):
                 await call
@@ -204,7 +204,7 @@ def test_a_second_live_learner_is_refused_and_takes_over_when_the_first_is_gone(
         assert engine.calls[-2:] == ["abandon", "leave"] and updates.owner is None
         with refused("no_weights"):
             await version_seen(updates)
-        await updates.take(B)
+        await updates.claim(B)
         await send(updates, "7", group="b")
         assert await version_seen(updates) == "7"
 
@@ -214,7 +214,7 @@ def test_a_second_live_learner_is_refused_and_takes_over_when_the_first_is_gone(
 def test_the_old_weights_stay_if_a_learner_leaves_while_its_update_waits_for_answers():
     async def work() -> None:
         updates = Updates(FakeEngine())
-        await updates.take(A)
+        await updates.claim(A)
         running, begun, ended = await waiting(updates)
         await updates.leave(A)
         with refused("update_failed"):
@@ -230,7 +230,7 @@ def test_the_old_weights_stay_if_a_learner_leaves_while_its_update_waits_for_ans
 def test_of_two_concurrent_updates_the_second_is_refused_and_the_first_goes_on():
     async def work() -> None:
         updates = Updates(FakeEngine())
-        await updates.take(A)
+        await updates.claim(A)
         await begin(updates, "a", "1")
         with refused("update_running"):
             await begin(updates, "a", "2")
@@ -245,7 +245,7 @@ def test_of_two_concurrent_updates_the_second_is_refused_and_the_first_goes_on()
 def test_an_update_without_progress_is_ended_so_that_answers_do_not_wait_forever():
     async def work() -> None:
         updates = Updates(FakeEngine())
-        await updates.take(A.model_copy(update={"timeout_s": 0.05}))
+        await updates.claim(A.model_copy(update={"timeout_s": 0.05}))
         await begin(updates, "a", "1")
         waiting = asyncio.create_task(version_seen(updates))
         with refused("no_weights"):
@@ -259,7 +259,7 @@ def test_an_update_that_is_ended_twice_while_a_bucket_is_loaded_does_not_end_the
     async def work() -> None:
         engine = FakeEngine()
         updates = Updates(engine)
-        await updates.take(A)
+        await updates.claim(A)
         await begin(updates, "a", "1")
         engine.gate.clear()
         taking = asyncio.create_task(load(updates, "a"))
@@ -270,7 +270,7 @@ def test_an_update_that_is_ended_twice_while_a_bucket_is_loaded_does_not_end_the
         await taking
         await asyncio.gather(*failing)
         assert engine.calls.count("abandon") == 1
-        await updates.take(A)
+        await updates.claim(A)
         await send(updates, "2")
         assert await version_seen(updates) == "2"
 
@@ -281,7 +281,7 @@ def test_neither_answers_nor_learners_wait_for_an_engine_that_cannot_abandon_an_
     async def work() -> None:
         engine = FakeEngine("load")
         updates = Updates(engine)
-        await updates.take(A)
+        await updates.claim(A)
         await begin(updates, "a", "1")
         give_up = engine.abandon
 
@@ -296,7 +296,7 @@ def test_neither_answers_nor_learners_wait_for_an_engine_that_cannot_abandon_an_
         engine.abandon, engine.fails = give_up, "leave"  # type: ignore[method-assign]
         with pytest.raises(EngineError):
             await updates.leave(A)
-        await updates.take(B)
+        await updates.claim(B)
         assert updates.owner is B
 
     run(work)
@@ -307,7 +307,7 @@ def test_neither_answers_nor_learners_wait_for_an_engine_that_cannot_abandon_an_
 
 async def claimed_updates(engine: FakeEngine | None = None) -> Updates:
     updates = Updates(engine or FakeEngine())
-    await updates.take(A)
+    await updates.claim(A)
     return updates
 
 
@@ -320,7 +320,7 @@ def test_adapters_one_after_the_other_are_versions_like_others():
         outcomes = []
         engine = FakeEngine()
         updates = Updates(engine, lambda outcome, seconds, size: outcomes.append((outcome, size)))
-        await updates.take(A)
+        await updates.claim(A)
         for version in ("1", "2"):
             await adapter(updates, version)
             assert await version_seen(updates) == version

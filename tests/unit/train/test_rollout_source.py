@@ -103,7 +103,7 @@ class Learner:
             self.source.begin_step()
             rows, versions = [], []
             for _ in range(self.stream.accumulation):
-                batch, rollouts = self.source.take()
+                batch, rollouts = self.source.next_micro_batch()
                 versions.append([rollout.version for rollout in rollouts])
                 rows.append(self.stream.pack(self.encoder.encode(batch, rollouts)))
             self.source.ask_ahead()
@@ -198,9 +198,9 @@ def test_without_rollouts_each_micro_batch_is_planned_when_the_one_before_it_is_
     assert events == ([plan, plan, pack, pack] if b_ratio else [plan, pack, plan, pack]) * 2
     if not b_ratio:
         learner.source.begin_step()
-        learner.source.take()
+        learner.source.next_micro_batch()
         with pytest.raises(AssertionError, match="packed"):
-            learner.source.take()
+            learner.source.next_micro_batch()
 
 
 def test_rollouts_that_nobody_could_make_before_the_run_ended_are_made_after_a_resume(tmp_path):

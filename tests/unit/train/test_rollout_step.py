@@ -20,7 +20,7 @@ from coordexp.rollout.backend import Decode, request_seed
 from coordexp.train import data, run
 from coordexp.train.encode import StepIndex, takes_rollouts
 from coordexp.train.metrics import RATES, SUMS, StepMetrics
-from coordexp.train.step import OptimizerStep
+from coordexp.train.step import OptimizerSteps
 from coordexp.train.stream import RowStream, SampleOrder
 from tests.rollouts import PROMPT, answer_text
 from tests.scripted import Said, ScriptedBackend, write_training_set
@@ -338,12 +338,12 @@ def test_the_trainer_and_its_rollouts_are_given_the_loaders_own_contract(tmp_pat
     """It says how the stream packs. Requests have the seed of the run."""
     backend = {"rollout_matching__rollout_backend": "hf"}
     settings, given = handed_over(tmp_path, monkeypatch, training__seed=23, **backend, **PACKED)
-    step = given["step"]
-    contract = step.rollout_matching_cfg
+    steps = given["steps"]
+    contract = steps.rollout_matching_cfg
     assert contract == settings.rollout_matching_cfg
-    assert step.encoder.training_set.settings is contract
-    assert step.encoder.seed == 23
-    buffer = step.stream.buffer
+    assert steps.encoder.training_set.settings is contract
+    assert steps.encoder.seed == 23
+    buffer = steps.stream.buffer
     assert contract.packing
     assert (buffer.limit, buffer.min_fill_ratio, buffer.capacity) == (4, 0.5, 16000)
     assert (contract.packing_buffer, contract.packing_min_fill_ratio, contract.packing_length) == (4, 0.5, 16000)
@@ -358,7 +358,7 @@ def test_packing_is_read_from_the_contract_and_not_from_the_training_section(tmp
 
     monkeypatch.setattr(Settings, "rollout_matching_cfg", property(other))
     _, given = handed_over(tmp_path, monkeypatch, rollout_matching__rollout_backend="hf", **PACKED)
-    assert (given["step"].stream.buffer.limit, given["step"].stream.buffer.capacity) == (9, 777)
+    assert (given["steps"].stream.buffer.limit, given["steps"].stream.buffer.capacity) == (9, 777)
 
 
 @pytest.mark.scenario("R20.C4", on="fake")
@@ -388,7 +388,7 @@ class RecordingBuffer(CarryBuffer):
         return super().draw(leave)
 
 
-def packing(step: Step, capacity: int, events: list | None = None) -> OptimizerStep:
+def packing(step: Step, capacity: int, events: list | None = None) -> OptimizerSteps:
     """Return a step that takes four samples, in file order, per micro-step."""
     order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
     buffer = RecordingBuffer(capacity, [] if events is None else events)
@@ -495,7 +495,7 @@ def test_weights_are_sent_once_a_step_and_before_its_first_answer(tmp_path):
     assert step.backend.synced == [(weights, 0), (weights, 1)]
 
 
-def accumulating(step: Step, micro_steps: int, samples: int = 4) -> OptimizerStep:
+def accumulating(step: Step, micro_steps: int, samples: int = 4) -> OptimizerSteps:
     """Return a step that takes some samples, in file order, in each of several micro-steps."""
     order = SampleOrder(4, 0, 1, seed=0, shuffled=False)
     return step.collect.on(RowStream(order, samples, None, max_length=9999, accumulation=micro_steps))
@@ -587,7 +587,7 @@ def test_counters_depend_on_which_objects_match_and_not_on_how_well(tmp_path):
 def split_rows(lengths: list[int], *, cap: int = 10, packing: bool = False) -> list[list[int]]:
     contract = SimpleNamespace(packing=packing, packing_length=cap)
     step = SimpleNamespace(rollout_matching_cfg=contract, _add_waited=None)
-    return [[len(part) for part in row] for row in OptimizerStep._split_rows(step, tuple(map(range, lengths)))]
+    return [[len(part) for part in row] for row in OptimizerSteps._split_rows(step, tuple(map(range, lengths)))]
 
 
 @pytest.mark.scenario("R05.C2", on="fake")

@@ -47,7 +47,7 @@ def test_the_next_row_and_no_other_is_made_while_a_row_is_trained(threads):
     loader = RowLoader(collate, threads, CPU)
     loader.begin([a, b, c])
     for number, row in enumerate((a, b, c), start=1):
-        tensors = loader.take(row)
+        tensors = loader.next_row(row)
         assert [text.split(" in ")[0] for text in tensors] == [f"pixels of {example.image}" for example in row]
         assert not any(threading.current_thread().name in text for text in tensors)
         time.sleep(0.05)
@@ -62,7 +62,7 @@ def test_the_images_of_a_row_are_read_in_parallel():
     (row,) = rows("a")
     loader = RowLoader(FakeCollator(lambda image, size: barrier.wait() >= 0), 2, CPU)
     loader.begin([row])
-    assert loader.take(row) == [True, True]
+    assert loader.next_row(row) == [True, True]
 
 
 @pytest.mark.parametrize("threads", [0, 2])
@@ -70,6 +70,6 @@ def test_an_image_that_cannot_be_read_is_an_error_of_its_own_row(threads):
     good, bad = rows("a")[0], (FakeExample("broken"),)
     loader = RowLoader(FakeCollator(read), threads, CPU)
     loader.begin([good, bad])
-    assert len(loader.take(good)) == 2
+    assert len(loader.next_row(good)) == 2
     with pytest.raises(OSError, match="not an image"):
-        loader.take(bad)
+        loader.next_row(bad)

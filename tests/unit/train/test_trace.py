@@ -21,7 +21,7 @@ from coordexp.objective.pipeline import Objective
 from coordexp.objective.split import Split, SplittingHead
 from coordexp.train.encode import StepIndex
 from coordexp.train.metrics import StepMetrics, TraceWriter, trace
-from coordexp.train.step import OptimizerStep
+from coordexp.train.step import OptimizerSteps
 from coordexp.train.stream import RowStream, SampleOrder
 from tests.dumped import SMALL, TRUTH, dumping
 from tests.rows import DIAGNOSTICS, settings
@@ -79,7 +79,7 @@ def train_on(row, logits, writer=None, done=0) -> tuple[torch.Tensor, torch.Tens
     """Return loss and gradient when this row is a whole step, after `done` others."""
     leaf, counts = logits.clone().requires_grad_(), sum(span.counts for span in row.spans)
     model = FakeModel(leaf)
-    step = OptimizerStep(
+    steps = OptimizerSteps(
         rollouts=SimpleNamespace(stream=None, encoder=None, metrics=StepMetrics()),
         objective=OBJECTIVE,
         head=SplittingHead(model),
@@ -87,7 +87,7 @@ def train_on(row, logits, writer=None, done=0) -> tuple[torch.Tensor, torch.Tens
         rollout_matching_cfg=None,
         trace=writer,
     )
-    loss = step.compute_loss(model, row, counts, done + 1)
+    loss = steps.compute_loss(model, row, counts, done + 1)
     loss.backward()
     return loss.detach(), leaf.grad
 
@@ -188,12 +188,12 @@ class Process:
         collect, dumps = dumping(folder, every=100)
         order = SampleOrder(len(TRUTH), 0, 1, seed=1, shuffled=False)
         self.stream = RowStream(order, 3, CarryBuffer(LENGTH, 9), max_length=LENGTH)
-        self.step = collect.on(self.stream)
+        self.steps = collect.on(self.stream)
         self.writer = TraceWriter(OBJECTIVE, dumps)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):
-            row = COLLATE(self.step.collect_examples()[0])
+            row = COLLATE(self.steps.collect_examples()[0])
             train_on(row, logits_for(row, seed=step), self.writer, done=step)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from coordexp.data.addresses import is_url
+from coordexp.data.addresses import is_url, move_address
 from coordexp.data.geometry import GeometryKind, box_ring, is_degenerate, is_valid_count, ring_area, to_bin
 from coordexp.data.importers.source import (
     Dropped,
@@ -229,5 +229,5 @@ def _relative_path(path: Path, folder: Path) -> str:
     other path, because `..` after a link leads to the parent of its target."""
     relative = os.path.relpath(path, folder)
     if relative.startswith(".."):
-        relative = os.path.relpath(path.parent.resolve() / path.name, folder.resolve())
+        return move_address(path.name, path.parent, folder)
     return Path(relative).as_posix()
