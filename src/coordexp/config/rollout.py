@@ -193,8 +193,9 @@ class CorrectionPolicy(SettingsSection):
     duplicates: Literal["keep", "remove"] = "keep"
     """Objects that repeat an earlier one of the same answer: keep them, or remove them."""
     duplicate_iou: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
-    IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""
+    """An object is a duplicate if it overlaps an earlier one of the same answer, of any class unless
+    `match_classes` says otherwise, by at least this IoU. An object that matches a true one is never a duplicate,
+    and others that overlap it are."""
     extras: Literal["keep", "remove_exhaustive", "remove"] = "keep"
     """Objects that match no true object and are not duplicates: keep them without supervision, remove those of
     classes that their record lists as `exhaustive`, or remove them all."""
@@ -274,6 +275,10 @@ class RolloutMatching(SettingsSection):
     """True objects that are considered for each prediction, chosen by box overlap, then by distance."""
     maskiou_gate: Fraction = 0.3
     """Minimum mask IoU of a matched pair."""
+    match_classes: Literal["any", "prefer", "same"] = "any"
+    """Whether classes count when objects are compared. `any`: only shapes do. `prefer`: objects of one class are
+    matched first, then what is left of all classes. `same`: only objects of one class are matched. With the last
+    two, only objects of one class are duplicates of each other."""
     maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = 256
     """Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."""
     fp_cost: NonNegativeFloat = 1.0

@@ -110,3 +110,14 @@ def test_the_coordinates_of_an_extra_that_is_a_pseudo_label_are_taught_what_the_
     (item,) = [item for item in correction.rebuilt.items if item.true is None]
     assert item.targets == (504, 300, 604, 400)
     assert supervised_text(correction).count('"desc": "') == 3
+
+
+def test_answers_agree_on_an_object_that_overlaps_a_label_of_another_class_only_if_classes_count():
+    person = box("person", 10, 0)
+    texts = write(CUP, person, CAT), write(person), write(box("cup", 10, 0))
+    policy = CorrectionPolicy(duplicates="remove", extras="remove", insertion="in_order")
+    settings = union(policy=policy)
+    assert choose(*texts, settings=settings).agreed == ()
+    by_class = settings.model_copy(update={"match_classes": "prefer"})
+    assert choose(*texts, settings=by_class).agreed == (person,)
+    assert text_of(corrected(*texts, settings=by_class)) == write(CUP, person, CAT)

@@ -27,8 +27,10 @@ def write(*objects: TrueObject, first: int = 1) -> str:
     return "{" + ", ".join(entries) + "}"
 
 
-def corrected(text: str, truth: list[TrueObject], *, complete=(), agreed=None, **policy) -> Correction:
-    settings = RolloutMatching(correction=CorrectionPolicy(**policy))
+def corrected(
+    text: str, truth: list[TrueObject], *, complete=(), agreed=None, match_classes="any", **policy
+) -> Correction:
+    settings = RolloutMatching(correction=CorrectionPolicy(**policy), match_classes=match_classes)
     ids = encode(text, QWEN)
     return correct(
         PROMPT, ids, truth, table=QWEN, order="desc_first", settings=settings, agreed=agreed, complete=complete
@@ -128,3 +130,25 @@ def test_answers_that_agree_on_an_object_do_not_outweigh_the_statement_that_its_
     )
     assert correction.rebuilt.removed_extras == (3,)
     assert "cup" not in text_of(correction).split("lamp")[0].split("cat")[1]
+
+
+RIDER, HORSE = TrueObject("rider", Geometry("bbox_2d", (100, 100, 300, 500))), box("horse", 100, 200, 400)
+POLICY = {"duplicates": "remove", "insertion": "reading_order", "supervise": "matched_with_desc"}
+
+
+def test_a_right_object_without_a_label_is_not_renamed_to_another_class_that_it_overlaps():
+    """The rider has no label, and the model missed the horse below it, which it overlaps by more than the gate."""
+    for classes in ("any", "prefer"):
+        correction = corrected(write(RIDER), [HORSE], match_classes=classes, **POLICY)
+        assert correction.match.pairs == ((0, 0),)
+        assert text_of(correction) == write(TrueObject("horse", RIDER.geometry))
+    assert text_of(corrected(write(RIDER), [HORSE], match_classes="same", **POLICY)) == write(RIDER, HORSE)
+
+
+def test_a_right_object_without_a_label_that_overlaps_one_of_another_class_is_not_a_duplicate():
+    person = box("person", 10, 0)
+    assert text_of(corrected(write(CUP, person), [CUP], **POLICY)) == write(CUP)
+    for classes in ("prefer", "same"):
+        assert text_of(corrected(write(CUP, person), [CUP], match_classes=classes, **POLICY)) == write(CUP, person)
+        again = write(CUP, box("cup", 10, 0))
+        assert text_of(corrected(again, [CUP], match_classes=classes, **POLICY)) == write(CUP)
