@@ -95,7 +95,8 @@ class Item(NamedTuple):
 @dataclass(frozen=True)
 class Rebuilt:
     """A record of what a policy did. `duplicates` and `removed_extras` are indices of valid objects that were left
-    out, and `own_tokens` is the number of tokens of the rollout that were kept."""
+    out, and `own_tokens` is the number of tokens of the rollout that were kept. Matched objects that a policy of
+    another package leaves out are among `removed_extras`."""
 
     items: tuple[Item, ...]
     duplicates: tuple[int, ...]
@@ -146,9 +147,15 @@ def build_target(
     items += [Item.insert(None, thing, is_supervised=settings.choice.pseudo_labels) for thing in unseen]
     items += [Item.insert(j, truth[j]) for j in match.missed]
     items = _order_items(items, policy)
+    if policy.added_policy is not None and valid:  # answers that are made from labels are not revised
+        items = policy.added_policy.config.revise(items, truth, complete)
     answer = (_continue_answer if is_kept else _rewrite_answer)(parsed, items, order, table)
     segment = _make_segment(prompt_ids, parsed, answer, items, policy, table)
-    return segment, None if is_kept else Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
+    if is_kept:
+        return segment, None
+    kept = {item.predicted for item in items}
+    left_out = tuple(i for i in range(len(valid)) if i not in kept and i not in duplicates)
+    return segment, Rebuilt(tuple(items), duplicates, left_out, answer.own_tokens)
 
 
 def _match_agreed(

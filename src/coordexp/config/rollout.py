@@ -4,9 +4,11 @@ Trainers with rollouts receive one object, `rollout_matching_cfg`: this section 
 """
 
 from contextlib import suppress
+from functools import reduce
 from ipaddress import ip_address
 from math import gcd
-from typing import TYPE_CHECKING, Annotated, Literal
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -21,6 +23,7 @@ from coordexp.config.sections import (
     SettingsSection,
     from_list,
     from_null,
+    make_added_module,
 )
 from coordexp.config.training import Packing
 from coordexp.extensions import find_extensions
@@ -185,6 +188,20 @@ class OptimalTransport(SettingsSection):
     """Entropic regularisation, relative to the longer side of the smaller shape."""
 
 
+class AddedPolicySpec(SettingsSection, use_attribute_docstrings=False):  # those made from it have no source
+    """A correction policy that another package adds: its name and its settings."""
+
+
+_added = find_extensions("correction_policies", taken=frozenset())
+if TYPE_CHECKING:
+    AddedPolicy = Any
+elif _added:
+    _policies = [make_added_module(entry, AddedPolicySpec, SettingsSection) for entry in _added.values()]
+    AddedPolicy = Annotated[reduce(or_, _policies, None), Field(discriminator="name")]
+else:
+    AddedPolicy = None
+
+
 class CorrectionPolicy(SettingsSection):
     """How an answer is corrected. The defaults are the specified target: the answer is kept as it is, and missed
     objects are appended. Under every other policy the answer is written anew from its first change on: its objects
@@ -211,12 +228,15 @@ class CorrectionPolicy(SettingsSection):
     """Weight of the loss on the closing brace of an answer. With incomplete labels every answer teaches to close,
     but only labelled objects to go on: a weight near the share of labelled objects restores the balance. It also
     holds for answers that are made from labels, as in Stage 1."""
+    added_policy: AddedPolicy = None
+    """A correction policy of another installed package, with its name and its settings (docs/extending.md). It
+    revises the list of objects that the other settings lead to."""
 
     @property
     def is_specified(self) -> bool:
         """Return whether the answer is kept as it is and only continued, as specified."""
-        policy = (self.duplicates, self.extras, self.insertion, self.supervise)
-        return policy == ("keep", "keep", "append", "missed")
+        policy = (self.duplicates, self.extras, self.insertion, self.supervise, self.added_policy)
+        return policy == ("keep", "keep", "append", "missed", None)
 
 
 class RolloutChoice(SettingsSection):
