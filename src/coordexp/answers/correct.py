@@ -69,9 +69,9 @@ def find_agreed(
     """Return the objects that at least `choice.votes` answers have and that overlap no true object by
     `maskiou_gate`. Duplicates within an answer do not count.
 
-    Objects of different answers are the same if they overlap like duplicates. With `match_classes` other than
-    `any`, both compare objects of the same name only. The sides of an agreed box are the
+    Objects of different answers are the same if they overlap like duplicates. The sides of an agreed box are the
     medians over the answers, an agreed polygon is that of the first answer, and the desc is the most frequent one.
+    With `match_classes` other than `any`, only objects of the same name are compared.
     """
     objects = []
     for number, answer in enumerate(answers):

@@ -87,6 +87,7 @@ def match_objects(
 
 
 def have_same_name(left: Names, right: Names) -> NDArray[np.bool_]:
+    """Return whether the two names of each pair are the same text."""
     same: NDArray[np.bool_] = np.equal.outer(np.array(left, dtype=object), np.array(right, dtype=object))
     return same
 

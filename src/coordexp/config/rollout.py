@@ -215,7 +215,8 @@ class CorrectionPolicy(SettingsSection):
     and others that overlap it are."""
     extras: Literal["keep", "remove_exhaustive", "remove"] = "keep"
     """Objects that match no true object and are not duplicates: keep them without supervision, remove those of
-    classes that their record lists as `exhaustive`, or remove them all."""
+    classes that their record lists as `exhaustive`, or remove them all. With `choice.rule: union`, `remove` keeps
+    those that `choice.votes` answers have."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
     """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
     extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra

@@ -101,6 +101,10 @@ def test_an_extra_that_other_answers_have_too_is_not_removed():
     policy = CorrectionPolicy(insertion="reading_order", extras="remove")
     texts = write(CUP, DOG, lamp, CAT), write(DOG)
     assert text_of(corrected(*texts, settings=union(policy=policy))) == write(CUP, DOG, CAT)
+    assert text_of(corrected(*texts, settings=union(votes=3, policy=policy))) == write(CUP, CAT)
+    texts = (*texts, write(lamp, DOG))
+    assert text_of(corrected(*texts, settings=union(policy=policy))) == write(CUP, DOG, lamp, CAT)
+    assert text_of(corrected(*texts, settings=union(votes=3, policy=policy))) == write(CUP, DOG, CAT)
 
 
 def test_the_coordinates_of_an_extra_that_is_a_pseudo_label_are_taught_what_the_answers_agree_on():

@@ -348,8 +348,8 @@ class Suspicions:
             return
         shares = {order: self._counts[order] / neighbours for order in VISIBLE_ORDERS}
         if max(shares.values()) < ORDERED:
-            words = ", ".join(f"{share:.0%} {ORDER_WORDS[order]}" for order, share in shares.items())
-            yield Problem("no-order", f"of {neighbours:,} pairs of neighbours in the lists, so many go {words}")
+            words = ", ".join(f"{share:.0%} go {ORDER_WORDS[order]}" for order, share in shares.items())
+            yield Problem("no-order", f"of {neighbours:,} pairs of neighbours in the lists, {words}")
 
     def _space_problems(self, stated: Space) -> Iterator[Problem]:
         records, alike = self._counts[stated], ("norm1000", "bin")  # which no data can tell apart
