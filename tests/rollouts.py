@@ -96,7 +96,7 @@ def random_policy(chooser: random.Random) -> CorrectionPolicy:
     choices = {
         name: get_args(field.annotation)
         for name, field in CorrectionPolicy.model_fields.items()
-        if name not in ("duplicate_iou", "closing_weight")
+        if name not in ("duplicate_iou", "closing_weight", "added_policy")
     }
     while True:
         values: dict[str, Any] = {name: chooser.choice(options) for name, options in choices.items()}

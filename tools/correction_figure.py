@@ -153,7 +153,7 @@ def draw_figure() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12" '
         'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" role="img" '
         'aria-label="A model wrote a cup, the same cup again and a lamp, and missed a bowl. '
-        'The corrected answer has the cup, the lamp and the bowl.">'
+        'The corrected answer has the lamp, the cup and the bowl.">'
         "<style>.note,.head{font-family:system-ui,sans-serif}.head{font-size:15px;font-weight:600}</style>"
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="10" '
         f'fill="{PAPER}" stroke="{FRAME}"/>'

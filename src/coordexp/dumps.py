@@ -42,6 +42,7 @@ NOT_A_DUMP = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 CORRECTION_SETTINGS = (
     "candidate_top_k",
     "maskiou_gate",
+    "match_classes",
     "maskiou_resolution",
     "fp_cost",
     "fn_cost",

@@ -3,8 +3,8 @@
     [project.entry-points."coordexp.objectives"]
     focal = "my_losses:Focal"
 
-The groups are `coordexp.objectives`, `coordexp.rollout_backends`, `coordexp.importers` and `coordexp.families`.
-docs/extending.md shows what a part of each group has to be.
+The groups are `coordexp.objectives`, `coordexp.correction_policies`, `coordexp.rollout_backends`,
+`coordexp.importers` and `coordexp.families`. docs/extending.md shows what a part of each group has to be.
 """
 
 import warnings

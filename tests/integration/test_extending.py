@@ -77,11 +77,13 @@ def coordexp(folder: Path, *words: str, **variables: str) -> subprocess.Complete
     return zygote.run(["-m", "coordexp", *words], env=environment, cwd=folder, timeout=250)
 
 
-def test_a_loss_module_and_a_rollout_backend_of_another_package_serve_a_run(folder):
+def test_a_loss_module_a_correction_policy_and_a_rollout_backend_of_another_package_serve_a_run(folder):
     draw(folder)
     records = [json.loads(line) for line in (folder / "data/train.jsonl").read_text().splitlines()]
+    coords = ", ".join(f'"<|coord_{bin}|>"' for bin in (0, 0, 4, 4))  # too small to match anything
+    extra = f'{{"object_1": {{"desc": "speck", "bbox_2d": [{coords}]}}}}'
     answers = {
-        Path(record["images"][0] if "images" in record else record["image"]).name: "{}" for record in records
+        Path(record["images"][0] if "images" in record else record["image"]).name: extra for record in records
     }
     (folder / "answers.json").write_text(json.dumps(answers))
     (declared,) = yaml.safe_load(blocks("yaml")[0])
@@ -93,13 +95,15 @@ def test_a_loss_module_and_a_rollout_backend_of_another_package_serve_a_run(fold
     file = config(folder, "run", **changes)
     tree = yaml.safe_load(file.read_text())
     tree["rollout_matching"]["pipeline"]["objective"].append(declared)
+    tree["rollout_matching"] |= yaml.safe_load(blocks("yaml")[1])
     file.write_text(yaml.safe_dump(tree))
     run = coordexp(folder, "train", "--config", str(file), RECORDED_ANSWERS=str(folder / "answers.json"))
     assert run.returncode == 0, run.stderr
     lines = steps(folder / "run")
     assert len(lines) == 2
     assert all(line["sharpness/entropy"] > 0 for line in lines)
-    assert all(line["match/matched"] == 0 and line["match/recall"] == 0 for line in lines), "all answers are empty"
+    assert all(line["match/matched"] == 0 and line["match/recall"] == 0 for line in lines), "no answer is right"
+    assert all(line["target/extras_removed"] == line["rollout/answers"] > 0 for line in lines), "by the policy"
     assert json.loads((folder / "run/run.json").read_text())[0]["rollouts"]["backend"] == "recorded"
 
 
@@ -168,6 +172,22 @@ def test_a_module_of_another_package_alone_is_an_objective_only_if_an_own_one_is
         problems = [finding for finding in findings if finding["subject"] == "rollout_matching.pipeline.objective"]
         assert [problem["severity"] for problem in problems] == ["error" if code else "note"]
         assert not gone or gone in problems[0]["problem"]
+
+
+def test_the_settings_of_an_added_policy_are_checked(folder):
+    file = config(draw(folder / "policy"), "declared")
+    tree = yaml.safe_load(file.read_text())
+    for policy, subject in (
+        ({"name": "inner", "config": {"margin": -1}}, "config.margin"),
+        ({"name": "inner", "config": {"margin": 1, "other": 2}}, "config.other"),
+        ({"name": "outer", "config": {}}, "name"),
+    ):
+        tree["rollout_matching"]["correction"]["added_policy"] = policy
+        file.write_text(yaml.safe_dump(tree))
+        run = coordexp(folder, "check", "--config", str(file), "--json")
+        assert run.returncode == 2, run.stderr
+        subjects = [finding["subject"] for finding in json.loads(run.stdout)["findings"]]
+        assert f"rollout_matching.correction.added_policy.{subject}" in subjects
 
 
 def test_a_name_that_is_taken_is_not_used_and_there_is_a_warning(tmp_path):

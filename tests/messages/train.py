@@ -16,7 +16,7 @@ from coordexp.train.mixture import Mixture
 from coordexp.train.sinks import cut_metrics
 from coordexp.train.stopping import Health, StepNumbers, stop_line
 from coordexp.train.stream import RowStream, SampleOrder
-from coordexp.train.terminal import FillWarning, summarise_rollouts
+from coordexp.train.terminal import COUNTED, AnswerWarning, FillWarning, summarise_rollouts
 from tests.messages import provoke
 from tests.unit.train.test_checkpoint_choice import DAMAGES, flip, saved
 from tests.unit.train.test_requests import DESCS, make_set, write
@@ -135,6 +135,15 @@ def a_sample_that_cannot_be_trained_on(folder, changes):
 @provoke(0.0, 3.0)
 def rows_that_are_not_full_while_segments_wait(folder, waiting):
     FillWarning(0.85).log(STATE, {"packing/fill": 0.6, "packing/waiting": waiting})
+
+
+@provoke("first", "later")
+def answers_that_run_away(folder, when):
+    warning, sound = AnswerWarning(), dict.fromkeys(COUNTED, 0.0)
+    for name in ("rollout/answers", "parse/objects", "parse/valid", "match/true", "match/matched"):
+        sound[name] = 200.0
+    for values in [sound] * (when == "later") + [sound | {"rollout/cut_off": 50.0, "parse/invalid": 30.0}]:
+        warning.log(STATE, values)
 
 
 @provoke()

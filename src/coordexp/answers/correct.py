@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.answers.match import MatchResult, find_duplicates, match_objects, pairwise_iou
+from coordexp.answers.match import MatchResult, find_repeats, have_same_name, match_answer, pairwise_iou
 from coordexp.answers.parse import ParsedRollout, parse_rollout
 from coordexp.answers.segment import FieldOrder, Segment, serialise
 from coordexp.answers.table import VocabularyTable
@@ -53,12 +53,11 @@ def choose_answer(
 def _rank(
     answer: ParsedRollout, truth: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[float, int, int, int]:
-    valid, shapes = answer.valid, answer.shapes
-    match = match_objects(shapes, [true.geometry for true in truth], settings)
+    valid, match = answer.valid, match_answer(answer, truth, settings)
     total = len(valid) + len(truth)
     f1 = 2 * len(match.pairs) / total if total else 1.0
     matched = [i for i, _ in match.pairs]
-    duplicates = find_duplicates(shapes, settings.correction.duplicate_iou, settings.maskiou_resolution, matched)
+    duplicates = find_repeats(answer, settings, matched)
     right_names = sum(valid[i].desc == truth[j].desc for i, j in match.pairs)
     invalid = len(answer.objects) - len(valid) + answer.unread + answer.fallback
     return f1, -len(duplicates), right_names, -invalid
@@ -72,23 +71,25 @@ def find_agreed(
 
     Objects of different answers are the same if they overlap like duplicates. The sides of an agreed box are the
     medians over the answers, an agreed polygon is that of the first answer, and the desc is the most frequent one.
+    With `match_classes` other than `any`, only objects of the same name are compared.
     """
-    policy, resolution = settings.correction, settings.maskiou_resolution
     objects = []
     for number, answer in enumerate(answers):
-        shapes = answer.shapes
-        duplicates = set(find_duplicates(shapes, policy.duplicate_iou, resolution))
+        duplicates = set(find_repeats(answer, settings))
         objects += [
-            (number, TrueObject(str(prediction.desc), shape))
-            for i, (prediction, shape) in enumerate(zip(answer.valid, shapes, strict=True))
+            (number, TrueObject(name, shape))
+            for i, (name, shape) in enumerate(zip(answer.names, answer.shapes, strict=True))
             if i not in duplicates
         ]
     if not objects:
         return ()
-    shapes = [thing.geometry for _, thing in objects] + [true.geometry for true in truth]
-    iou = pairwise_iou(shapes, resolution)[: len(objects)]
+    things = [*(thing for _, thing in objects), *truth]
+    iou = pairwise_iou([thing.geometry for thing in things], settings.maskiou_resolution)[: len(objects)]
+    if settings.match_classes != "any":
+        names = [thing.desc for thing in things]
+        iou = np.where(have_same_name(names[: len(objects)], names), iou, 0.0)
     is_free = np.logical_not((iou[:, len(objects) :] >= settings.maskiou_gate).any(axis=1))
-    is_same = iou[:, : len(objects)] >= policy.duplicate_iou
+    is_same = iou[:, : len(objects)] >= settings.correction.duplicate_iou
     agreed = []
     for first in range(len(objects)):
         if not is_free[first]:
@@ -142,7 +143,7 @@ def correct(
     `agreed` are objects without a label that several answers to the image have. It is None unless the rule of the
     choice is `union`. `complete` are the classes of which every object of the image is labelled."""
     parsed = parse_rollout(answer_ids, table)
-    match = match_objects(parsed.shapes, [true.geometry for true in truth], settings)
+    match = match_answer(parsed, truth, settings)
     segment, rebuilt = build_target(
         prompt_ids,
         parsed,

@@ -4,12 +4,13 @@ Pairing two objects costs `1 - IoU`. Leaving a predicted object unmatched costs 
 unmatched costs `fn_cost`. A pair with an IoU below the gate is impossible. The assignment with the lowest total
 cost wins. The result depends on shapes only: the true objects are sorted by shape first, so that neither their
 order in the file nor their `desc` decides a tie, except between true objects of identical shape: there the first
-in the file is taken.
+in the file is taken. With `match_classes` other than `any`, their `desc` says which pairs are possible, too.
 
 Masks are drawn on a square canvas of `maskiou_resolution` pixels. Only pairs that are close by their bounding
 boxes (`candidate_top_k`) can match.
 
-`find_duplicates` compares the objects of one answer with each other.
+`find_duplicates` compares the objects of one answer with each other. `match_answer` and `find_repeats` do the same
+with a parsed answer, and use names as the settings say.
 """
 
 from collections import defaultdict
@@ -25,10 +26,12 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from coordexp.answers.parse import ParsedRollout
 from coordexp.config.rollout import RolloutMatching
-from coordexp.data import BINS, Geometry
+from coordexp.data import BINS, Geometry, TrueObject
 
 Floats = NDArray[np.float64]
+Names = Sequence[str]
 
 SMALL = 10_000  # number of pairs up to which looking for groups costs more than it saves
 
@@ -47,14 +50,32 @@ class MatchResult:
     iou: Floats
 
 
+def match_answer(parsed: ParsedRollout, truth: Sequence[TrueObject], settings: RolloutMatching) -> MatchResult:
+    """Match the valid objects of an answer with the true ones."""
+    names = parsed.names, [true.desc for true in truth]
+    return match_objects(parsed.shapes, [true.geometry for true in truth], settings, names)
+
+
 def match_objects(
-    predicted: Sequence[Geometry], true: Sequence[Geometry], settings: RolloutMatching
+    predicted: Sequence[Geometry],
+    true: Sequence[Geometry],
+    settings: RolloutMatching,
+    names: tuple[Names, Names] | None = None,
 ) -> MatchResult:
+    """Match predicted with true shapes. Without the `names` of both, all pairs are possible."""
     order = sorted(range(len(true)), key=lambda j: (true[j].bins, true[j].kind))
     iou = _candidate_iou(predicted, [true[j] for j in order], settings)
     feasible = iou >= settings.maskiou_gate  # False for NaN
-    assignment = assign(iou, feasible, settings.fp_cost + settings.fn_cost)
-    pairs = tuple([(i, order[j]) for i, j in assignment])
+    rounds = [feasible]
+    if names is not None and settings.match_classes != "any":
+        same = have_same_name(names[0], [names[1][j] for j in order])
+        rounds = [feasible & same, feasible & ~same][: 1 if settings.match_classes == "same" else 2]
+    assignment: list[tuple[int, int]] = []
+    for possible in rounds:
+        possible[[i for i, _ in assignment]] = False
+        possible[:, [j for _, j in assignment]] = False
+        assignment += assign(iou, possible, settings.fp_cost + settings.fn_cost)
+    pairs = tuple([(i, order[j]) for i, j in sorted(assignment)])
     matched_predicted, matched_true = {i for i, _ in pairs}, {j for _, j in pairs}
     return MatchResult(
         pairs,
@@ -63,6 +84,12 @@ def match_objects(
         int(np.count_nonzero((iou > 0) & (iou < settings.maskiou_gate))),
         iou[:, np.argsort(order)] if order else iou,
     )
+
+
+def have_same_name(left: Names, right: Names) -> NDArray[np.bool_]:
+    """Return whether the two names of each pair are the same text."""
+    same: NDArray[np.bool_] = np.equal.outer(np.array(left, dtype=object), np.array(right, dtype=object))
+    return same
 
 
 def assign(iou: Floats, feasible: NDArray[np.bool_], unmatched_cost: float) -> list[tuple[int, int]]:
@@ -200,14 +227,28 @@ def _ring(shape: Geometry, scale: float) -> list[float]:
     return [x1, y1, x2, y1, x2, y2, x1, y2]
 
 
+def find_repeats(
+    parsed: ParsedRollout, settings: RolloutMatching, certain: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the valid objects of an answer that are duplicates of earlier ones, as `find_duplicates` does."""
+    names = None if settings.match_classes == "any" else parsed.names
+    iou, resolution = settings.correction.duplicate_iou, settings.maskiou_resolution
+    return find_duplicates(parsed.shapes, iou, resolution, certain, names)
+
+
 def find_duplicates(
-    shapes: Sequence[Geometry], iou: float, resolution: int = 256, certain: Collection[int] = ()
+    shapes: Sequence[Geometry],
+    iou: float,
+    resolution: int = 256,
+    certain: Collection[int] = (),
+    names: Names | None = None,
 ) -> tuple[int, ...]:
     """Return the indices of the shapes that overlap an earlier shape by at least `iou`.
 
     A duplicate itself repeats nothing: in a chain of shapes where each overlaps only the one before, every second
     one is a duplicate. The shapes in `certain` are known to be objects of their own: they are never duplicates,
-    and any other shape that overlaps one of them is, even if it is the earlier one.
+    and any other shape that overlaps one of them is, even if it is the earlier one. With `names`, only shapes of
+    the same name are duplicates of each other.
     """
     if not 0 < iou <= 1:
         raise ValueError(f"an IoU of {iou}: it must be above 0 and at most 1")
@@ -215,6 +256,8 @@ def find_duplicates(
         return ()
     overlaps = pairwise_iou(shapes, resolution) >= iou
     np.fill_diagonal(overlaps, False)
+    if names is not None:
+        overlaps &= have_same_name(names, names)
     is_kept = np.isin(np.arange(len(shapes)), list(certain))
     is_duplicate = np.zeros(len(shapes), dtype=bool)
     for i in np.flatnonzero(~is_kept):  # in rising order, so all that stays before i is known

@@ -47,6 +47,11 @@ class ParsedRollout:
         """Return the shapes of the valid objects."""
         return [prediction.geometry for prediction in self.objects if prediction.geometry is not None]
 
+    @property
+    def names(self) -> list[str]:
+        """Return the `desc` of the valid objects."""
+        return [str(prediction.desc) for prediction in self.valid]
+
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:

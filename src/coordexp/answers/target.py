@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.answers.entries import Span
-from coordexp.answers.match import MatchResult, find_duplicates, match_objects, pairwise_iou
+from coordexp.answers.match import MatchResult, find_repeats, have_same_name, match_objects, pairwise_iou
 from coordexp.answers.parse import ParsedRollout
 from coordexp.answers.segment import (
     SUPERVISED_ROLE,
@@ -95,7 +95,8 @@ class Item(NamedTuple):
 @dataclass(frozen=True)
 class Rebuilt:
     """A record of what a policy did. `duplicates` and `removed_extras` are indices of valid objects that were left
-    out, and `own_tokens` is the number of tokens of the rollout that were kept."""
+    out, and `own_tokens` is the number of tokens of the rollout that were kept. Matched objects that a policy of
+    another package leaves out are among `removed_extras`."""
 
     items: tuple[Item, ...]
     duplicates: tuple[int, ...]
@@ -131,38 +132,46 @@ def build_target(
     `match` pairs `parsed.valid` with `truth`. `agreed` are objects that no label has and several answers do: with
     them, even if there are none, the answer is rebuilt under every policy. `complete` are the classes of which
     every object is labelled: with `extras: remove_exhaustive`, others of such a class are mistakes."""
-    policy, valid, shapes = settings.correction, parsed.valid, parsed.shapes
+    policy, valid = settings.correction, parsed.valid
     is_kept = policy.is_specified and agreed is None
     duplicates: tuple[int, ...] = ()
     if policy.duplicates != "keep":
-        duplicates = find_duplicates(
-            shapes, policy.duplicate_iou, settings.maskiou_resolution, [i for i, _ in match.pairs]
-        )
+        duplicates = find_repeats(parsed, settings, [i for i, _ in match.pairs])
     extras = [i for i in match.false_positives if i not in duplicates]
     known = complete if policy.extras == "remove_exhaustive" else ()
     mistakes = {i for i in extras if valid[i].desc in known}
     possible = [thing for thing in agreed or () if thing.desc not in known]
-    confirmed, unseen = _match_agreed(shapes, [i for i in extras if i not in mistakes], possible, settings)
+    confirmed, unseen = _match_agreed(parsed, [i for i in extras if i not in mistakes], possible, settings)
     removed = tuple(i for i in extras if i in mistakes or (policy.extras == "remove" and i not in confirmed))
     items = _make_predicted_items(parsed, match, truth, {*duplicates, *removed}, confirmed, settings)
     items += [Item.insert(None, thing, is_supervised=settings.choice.pseudo_labels) for thing in unseen]
     items += [Item.insert(j, truth[j]) for j in match.missed]
     items = _order_items(items, policy)
+    if policy.added_policy is not None and valid:  # answers that are made from labels are not revised
+        items = policy.added_policy.config.revise(items, truth, complete)
     answer = (_continue_answer if is_kept else _rewrite_answer)(parsed, items, order, table)
     segment = _make_segment(prompt_ids, parsed, answer, items, policy, table)
-    return segment, None if is_kept else Rebuilt(tuple(items), duplicates, removed, answer.own_tokens)
+    if is_kept:
+        return segment, None
+    kept = {item.predicted for item in items}
+    left_out = tuple(i for i in range(len(valid)) if i not in kept and i not in duplicates)
+    return segment, Rebuilt(tuple(items), duplicates, left_out, answer.own_tokens)
 
 
 def _match_agreed(
-    shapes: Sequence[Geometry], extras: Sequence[int], agreed: Sequence[TrueObject], settings: RolloutMatching
+    parsed: ParsedRollout, extras: Sequence[int], agreed: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[dict[int, TrueObject], list[TrueObject]]:
     """Return the extras that are among the agreed objects, and the agreed objects that this answer does not have.
     An agreed object that repeats any object of the answer, such as a duplicate that was removed, is neither."""
     if not agreed:
         return {}, []
-    agreed_shapes = [thing.geometry for thing in agreed]
-    match = match_objects([shapes[i] for i in extras], agreed_shapes, settings)
+    shapes, names = parsed.shapes, parsed.names
+    agreed_shapes, agreed_names = [thing.geometry for thing in agreed], [thing.desc for thing in agreed]
+    own = [shapes[i] for i in extras], [names[i] for i in extras]
+    match = match_objects(own[0], agreed_shapes, settings, (own[1], agreed_names))
     iou = pairwise_iou([*shapes, *agreed_shapes], settings.maskiou_resolution)[len(shapes) :, : len(shapes)]
+    if settings.match_classes != "any":
+        iou = np.where(have_same_name(agreed_names, names), iou, 0.0)
     repeats = set(np.nonzero(iou >= settings.correction.duplicate_iou)[0].tolist())
     return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed if j not in repeats]
 

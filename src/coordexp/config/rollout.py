@@ -4,9 +4,11 @@ Trainers with rollouts receive one object, `rollout_matching_cfg`: this section 
 """
 
 from contextlib import suppress
+from functools import reduce
 from ipaddress import ip_address
 from math import gcd
-from typing import TYPE_CHECKING, Annotated, Literal
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -21,6 +23,7 @@ from coordexp.config.sections import (
     SettingsSection,
     from_list,
     from_null,
+    make_added_module,
 )
 from coordexp.config.training import Packing
 from coordexp.extensions import find_extensions
@@ -185,6 +188,20 @@ class OptimalTransport(SettingsSection):
     """Entropic regularisation, relative to the longer side of the smaller shape."""
 
 
+class AddedPolicySpec(SettingsSection, use_attribute_docstrings=False):  # those made from it have no source
+    """A correction policy that another package adds: its name and its settings."""
+
+
+_added = find_extensions("correction_policies", taken=frozenset())
+if TYPE_CHECKING:
+    AddedPolicy = Any
+elif _added:
+    _policies = [make_added_module(entry, AddedPolicySpec, SettingsSection) for entry in _added.values()]
+    AddedPolicy = Annotated[reduce(or_, _policies, None), Field(discriminator="name")]
+else:
+    AddedPolicy = None
+
+
 class CorrectionPolicy(SettingsSection):
     """How an answer is corrected. The defaults are the specified target: the answer is kept as it is, and missed
     objects are appended. Under every other policy the answer is written anew from its first change on: its objects
@@ -193,11 +210,13 @@ class CorrectionPolicy(SettingsSection):
     duplicates: Literal["keep", "remove"] = "keep"
     """Objects that repeat an earlier one of the same answer: keep them, or remove them."""
     duplicate_iou: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """An object is a duplicate if it overlaps an earlier one of the same answer, of any class, by at least this
-    IoU. An object that matches a true one is never a duplicate, and others that overlap it are."""
+    """An object is a duplicate if it overlaps an earlier one of the same answer, of any class unless
+    `match_classes` says otherwise, by at least this IoU. An object that matches a true one is never a duplicate,
+    and others that overlap it are."""
     extras: Literal["keep", "remove_exhaustive", "remove"] = "keep"
     """Objects that match no true object and are not duplicates: keep them without supervision, remove those of
-    classes that their record lists as `exhaustive`, or remove them all."""
+    classes that their record lists as `exhaustive`, or remove them all. With `choice.rule: union`, `remove` keeps
+    those that `choice.votes` answers have."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
     """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
     extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra
@@ -210,12 +229,15 @@ class CorrectionPolicy(SettingsSection):
     """Weight of the loss on the closing brace of an answer. With incomplete labels every answer teaches to close,
     but only labelled objects to go on: a weight near the share of labelled objects restores the balance. It also
     holds for answers that are made from labels, as in Stage 1."""
+    added_policy: AddedPolicy = None
+    """A correction policy of another installed package, with its name and its settings (docs/extending.md). It
+    revises the list of objects that the other settings lead to."""
 
     @property
     def is_specified(self) -> bool:
         """Return whether the answer is kept as it is and only continued, as specified."""
-        policy = (self.duplicates, self.extras, self.insertion, self.supervise)
-        return policy == ("keep", "keep", "append", "missed")
+        policy = (self.duplicates, self.extras, self.insertion, self.supervise, self.added_policy)
+        return policy == ("keep", "keep", "append", "missed", None)
 
 
 class RolloutChoice(SettingsSection):
@@ -274,6 +296,10 @@ class RolloutMatching(SettingsSection):
     """True objects that are considered for each prediction, chosen by box overlap, then by distance."""
     maskiou_gate: Fraction = 0.3
     """Minimum mask IoU of a matched pair."""
+    match_classes: Literal["any", "prefer", "same"] = "any"
+    """Whether classes count when objects are compared. `any`: only shapes do. `prefer`: objects of one class are
+    matched first, then what is left of all classes. `same`: only objects of one class are matched. With the last
+    two, only objects of one class are duplicates of each other."""
     maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = 256
     """Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."""
     fp_cost: NonNegativeFloat = 1.0

@@ -138,8 +138,9 @@ def describe(node: Node) -> str:
 
 
 def module_names(node: Node) -> list[str]:
-    """Return the names of the modules that a list entry with the schema `node` may have."""
-    return [resolve(option)["properties"]["name"]["const"] for option in node["oneOf"]]
+    """Return the names of the modules that a value with the schema `node`, such as a list entry, may have."""
+    options = [option for choice in (node, *node.get("anyOf", ())) for option in choice.get("oneOf", ())]
+    return [resolve(option)["properties"]["name"]["const"] for option in options]
 
 
 def explain_errors(invalid: ValidationError, tree: Tree) -> list[Finding]:

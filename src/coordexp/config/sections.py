@@ -155,24 +155,29 @@ class ModuleSpec(SettingsSection, use_attribute_docstrings=False):  # those made
     )
 
 
-def _make_module(name: str, config: Any, description: str) -> Any:
-    """Return the form of an entry of a pipeline."""
+def _make_module(name: str, config: Any, description: str, base: type[SettingsSection] = ModuleSpec) -> Any:
+    """Return the form of an entry of a pipeline, or of another part (`base`) with a name and settings."""
     fields: dict[str, Any] = {
         "name": (Literal[name], Field(description=description)),
         "config": (config, Field(description="The settings of the module. All keys are required.")),
     }
-    return create_model(name, __base__=ModuleSpec, **fields)
+    return create_model(name, __base__=base, **fields)
 
 
-def _make_added_module(entry: EntryPoint) -> Any:
-    """Return the form of a module that another package adds (docs/extending.md). One that fails refuses all
-    settings."""
+def make_added_module(
+    entry: EntryPoint,
+    base: type[SettingsSection] = ModuleSpec,
+    settings_base: type[SettingsSection] = ModuleSettings,
+) -> Any:
+    """Return the form of a module, or of another part, that another package adds (docs/extending.md). One that
+    fails refuses all settings."""
     try:
         given = load_extension(entry)
     except UserError as error:
-        return _make_module(entry.name, Annotated[Any, BeforeValidator(partial(_refuse, str(error)))], str(error))
-    settings = create_model(given.__name__, __base__=(given, ModuleSettings))
-    return _make_module(entry.name, settings, given.__doc__ or f"A module of {entry.module}.")
+        refused = Annotated[Any, BeforeValidator(partial(_refuse, str(error)))]
+        return _make_module(entry.name, refused, str(error), base)
+    settings = create_model(given.__name__, __base__=(given, settings_base))
+    return _make_module(entry.name, settings, given.__doc__ or f"A module of {entry.module}.", base)
 
 
 def _refuse(reason: str, _: Any) -> Any:
@@ -196,7 +201,7 @@ if TYPE_CHECKING:
         config: Any
 else:
     _own = [_make_module(name, config, config.__doc__) for name, config in OWN.items()]
-    _modules = (*_own, *map(_make_added_module, ADDED_OBJECTIVES.values()))
+    _modules = (*_own, *map(make_added_module, ADDED_OBJECTIVES.values()))
     Module = Annotated[reduce(or_, _modules), Field(discriminator="name")]
 
 

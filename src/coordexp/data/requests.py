@@ -11,13 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordexp.config.settings import ClassRequests, Custom, Negatives, ObjectOrder, TrainingData
-from coordexp.data.records import Record, RecordObject
+from coordexp.data.records import Record
 
 # How a prompt says the order, in place of {order}. The other orders have no words.
 ORDER_WORDS: dict[ObjectOrder, str] = {
     "reading": "from top to bottom and from left to right",
     "left_to_right": "from left to right",
     "large_first": "from the largest to the smallest",
+}
+Box = tuple[float, float, float, float]
+# What objects are sorted by, for the orders that can be seen in the image.
+VISIBLE_ORDERS: dict[ObjectOrder, Callable[[Box], tuple[float, ...]]] = {
+    "reading": lambda box: (box[1], box[0]),
+    "left_to_right": lambda box: (box[0], box[1]),
+    "large_first": lambda box: (-_area(box),),
 }
 CLASSES, EXPRESSION, ORDER = "{classes}", "{expression}", "{order}"  # fields of prompts
 DRAWS = 20  # other records that are looked at for each absent class
@@ -130,21 +137,15 @@ def order_objects(record: Record, order: ObjectOrder, draw: random.Random) -> Re
         places = {desc: place for place, desc in enumerate(record.classes or ())}
         objects.sort(key=lambda item: places.get(item.desc, len(places)))
     else:
-        boxes = {id(item): _box(record, item) for item in objects}
-        keys: dict[str, Callable[[RecordObject], tuple[float, ...]]] = {
-            "reading": lambda item: (boxes[id(item)][1], boxes[id(item)][0]),
-            "left_to_right": lambda item: (boxes[id(item)][0], boxes[id(item)][1]),
-            "large_first": lambda item: (-_area(boxes[id(item)]),),
-        }
-        objects.sort(key=keys[order])
+        objects.sort(key=lambda item: VISIBLE_ORDERS[order](bounds(record.in_pixels(item))))
     return replace(record, objects=tuple(objects))
 
 
-def _box(record: Record, item: RecordObject) -> tuple[float, float, float, float]:
-    coords = record.in_pixels(item)
+def bounds(coords: Sequence[float]) -> Box:
+    """Return the bounding box of an object."""
     xs, ys = coords[::2], coords[1::2]
     return min(xs), min(ys), max(xs), max(ys)
 
 
-def _area(box: tuple[float, float, float, float]) -> float:
+def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])

@@ -48,7 +48,7 @@ from coordexp.train.sinks import MetricsFile, PrometheusFile, Sink, Sinks, Tenso
 from coordexp.train.step import OptimizerSteps, RowLoader
 from coordexp.train.stopping import StopOnSignal, Stopped
 from coordexp.train.stream import RowStream
-from coordexp.train.terminal import Bar, FillWarning
+from coordexp.train.terminal import AnswerWarning, Bar, FillWarning
 from coordexp.train.trainer import Evaluation, FirstSync, RowTrainer
 
 METRICS = "metrics.jsonl"
@@ -322,6 +322,8 @@ class Assembly:
         sinks: list[Sink] = [self.metrics_file, self.prometheus, self.bar]
         if self.contract.packing:
             sinks.append(FillWarning(self.contract.packing_min_fill_ratio))
+        if not self.contract.noise.enabled:  # such answers have as many mistakes as the settings say
+            sinks.append(AnswerWarning())
         trackers = find_trackers(self.settings)
         if "tensorboard" in trackers:
             sinks.append(TensorBoard(self.folder))

@@ -1,6 +1,8 @@
-"""What a run shows in the terminal: a progress bar, the results, and warnings about rows that are not full."""
+"""What a run shows in the terminal: a progress bar, the results, and warnings about answers that run away and
+about rows that are not full."""
 
 import time
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +13,22 @@ from coordexp.tasks import TELL_EVERY_S, describe_progress
 from coordexp.train.sinks import Sink
 
 QUIET = 2.0  # seconds of an evaluation before its progress is shown
+WINDOW = 200  # answers after which they are judged
+ODD_SHARE = 0.1  # of the answers or of their objects, from which they run away
+READY_RECALL = 0.4  # of the labelled objects that the first answers find, without class
+COUNTED = (
+    *("rollout/answers", "rollout/cut_off", "rollout/looped", "rollout/unreadable"),
+    *("parse/objects", "parse/valid", "parse/invalid", "target/duplicates_removed"),
+    *("match/true", "match/matched"),
+)
+NOT_READY = (
+    "Stage 1 is not ready for rollouts: train it longer, or raise rollout_matching.max_new_tokens if sound "
+    "answers are cut off"
+)
+RUN_AWAY = (
+    "the answers run away: lower training.learning_rate, or train on the ground truth in most steps "
+    "(custom.trainer_variant: stage2_two_channel with stage2.b_ratio: 0.25)"
+)
 RESULTS = ("eval_f1_50", "eval_recall_50", "eval_precision_50", "eval_ap")
 
 
@@ -109,6 +127,48 @@ def summarise_rollouts(logs: dict[str, float]) -> str | None:
         *(f"{int(count)} {name}" for name, count in odd.items() if count),
     ]
     return f"{', '.join(parts)}  [{logs.get('time/step', 0.0):.1f} s: {', '.join(times)}]"
+
+
+class AnswerWarning(Sink):
+    """Warns when rollouts run away: when many answers of a window are cut off, loop or cannot be read, or many of
+    their objects are invalid or duplicates. The first window, in which few objects may not have been found either,
+    tells whether Stage 1 was ready. It warns once, and again only if a window was sound in between."""
+
+    def __init__(self) -> None:
+        self._sums = Counter[str]()
+        self._is_first, self._warned = True, False
+
+    def begin(self, state: Any) -> None:
+        self._is_first = state.global_step == 0  # else the run is resumed
+
+    def log(self, state: Any, values: dict[str, float]) -> None:
+        if "rollout/answers" not in values:
+            return
+        self._sums.update({name: int(values[name]) for name in COUNTED})
+        if self._sums["rollout/answers"] < WINDOW:
+            return
+        problems = describe_odd_answers(self._sums)
+        recall = self._sums["match/matched"] / max(1, self._sums["match/true"])
+        if self._is_first and self._sums["match/true"] and recall < READY_RECALL:
+            problems.append(f"only {recall:.0%} of the labelled objects are found")
+        if problems and not self._warned:
+            advice = NOT_READY if self._is_first else RUN_AWAY
+            count = f"{self._sums['rollout/answers']:,}"
+            say(f"warning: step {state.global_step}: of the last {count} answers, {', '.join(problems)}; {advice}")
+        self._is_first, self._warned = False, bool(problems)
+        self._sums.clear()
+
+
+def describe_odd_answers(sums: Counter[str]) -> list[str]:
+    """Return what is wrong with many answers, or with many of their objects. `sums` are counters of a window."""
+    endless = sums["rollout/cut_off"] + sums["rollout/looped"]
+    shares = {
+        "are cut off or loop": (endless, sums["rollout/answers"]),
+        "cannot be read": (sums["rollout/unreadable"], sums["rollout/answers"]),
+        "of their objects are invalid": (sums["parse/invalid"], sums["parse/objects"]),
+        "of their valid objects are duplicates": (sums["target/duplicates_removed"], sums["parse/valid"]),
+    }
+    return [f"{odd / total:.0%} {words}" for words, (odd, total) in shares.items() if odd > ODD_SHARE * total]
 
 
 class FillWarning(Sink):

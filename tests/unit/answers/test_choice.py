@@ -101,6 +101,10 @@ def test_an_extra_that_other_answers_have_too_is_not_removed():
     policy = CorrectionPolicy(insertion="reading_order", extras="remove")
     texts = write(CUP, DOG, lamp, CAT), write(DOG)
     assert text_of(corrected(*texts, settings=union(policy=policy))) == write(CUP, DOG, CAT)
+    assert text_of(corrected(*texts, settings=union(votes=3, policy=policy))) == write(CUP, CAT)
+    texts = (*texts, write(lamp, DOG))
+    assert text_of(corrected(*texts, settings=union(policy=policy))) == write(CUP, DOG, lamp, CAT)
+    assert text_of(corrected(*texts, settings=union(votes=3, policy=policy))) == write(CUP, DOG, CAT)
 
 
 def test_the_coordinates_of_an_extra_that_is_a_pseudo_label_are_taught_what_the_answers_agree_on():
@@ -110,3 +114,14 @@ def test_the_coordinates_of_an_extra_that_is_a_pseudo_label_are_taught_what_the_
     (item,) = [item for item in correction.rebuilt.items if item.true is None]
     assert item.targets == (504, 300, 604, 400)
     assert supervised_text(correction).count('"desc": "') == 3
+
+
+def test_answers_agree_on_an_object_that_overlaps_a_label_of_another_class_only_if_classes_count():
+    person = box("person", 10, 0)
+    texts = write(CUP, person, CAT), write(person), write(box("cup", 10, 0))
+    policy = CorrectionPolicy(duplicates="remove", extras="remove", insertion="in_order")
+    settings = union(policy=policy)
+    assert choose(*texts, settings=settings).agreed == ()
+    by_class = settings.model_copy(update={"match_classes": "prefer"})
+    assert choose(*texts, settings=by_class).agreed == (person,)
+    assert text_of(corrected(*texts, settings=by_class)) == write(CUP, person, CAT)

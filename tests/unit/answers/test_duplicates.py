@@ -37,6 +37,12 @@ def test_a_certain_shape_is_never_a_duplicate_and_the_others_that_overlap_it_are
     assert find_duplicates(copies, 0.5, certain=[0, 1, 2]) == ()
 
 
+def test_with_names_only_shapes_of_one_name_are_duplicates_of_each_other():
+    copies, names = [SQUARE] * 4, ["person", "motorbike", "person", "motorbike"]
+    assert find_duplicates(copies, 0.5, names=names) == (2, 3)
+    assert find_duplicates(copies, 0.5, certain=[3], names=names) == (1, 2)
+
+
 def find_one_by_one(shapes, iou):
     """Return the duplicates by the definition, pair by pair."""
     duplicates = []

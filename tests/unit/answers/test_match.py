@@ -226,3 +226,32 @@ def _star(chooser):
         shape = Geometry("poly", tuple(int(value) for point in points for value in point))
         if shapely.Polygon(shape.points).is_valid and shapely.Polygon(shape.points).area > 2000:
             return shape
+
+
+RIDER, HORSE = box(100, 100, 300, 500), box(100, 200, 400, 600)  # they overlap by 0.375
+COLT = box(110, 230, 400, 640)
+
+
+@pytest.mark.parametrize(
+    ("classes", "names", "pairs"),
+    [
+        ("any", ["rider", "horse"], ((0, 0),)),  # the better of both by shape
+        ("prefer", ["rider", "horse"], ((1, 0),)),
+        ("same", ["rider", "horse"], ((1, 0),)),
+        ("prefer", ["rider", "foal"], ((0, 0),)),  # none has the class, so shapes decide
+        ("same", ["rider", "foal"], ()),
+    ],
+)
+def test_classes_count_as_the_setting_says(classes, names, pairs):
+    settings = RolloutMatching(match_classes=classes)
+    result = match_objects([HORSE, COLT], [HORSE], settings, (names, ["horse"]))
+    assert result.pairs == pairs
+    assert result.missed == (() if pairs else (0,))
+
+
+def test_an_object_that_is_left_after_its_class_takes_what_no_object_of_that_class_has():
+    settings = RolloutMatching(match_classes="prefer")
+    names = (["foal", "horse"], ["horse", "rider"])
+    assert match_objects([HORSE, COLT], [HORSE, RIDER], settings, names).pairs == ((0, 1), (1, 0))
+    names = (["foal", "rider"], ["rider", "horse"])
+    assert match_objects([HORSE, RIDER], [RIDER, HORSE], settings, names).pairs == ((0, 1), (1, 0))

@@ -2,6 +2,9 @@
 tests/property."""
 
 import json
+from types import SimpleNamespace
+
+import numpy as np
 
 from coordexp.answers.correct import Correction, correct
 from coordexp.config import RolloutMatching
@@ -27,8 +30,10 @@ def write(*objects: TrueObject, first: int = 1) -> str:
     return "{" + ", ".join(entries) + "}"
 
 
-def corrected(text: str, truth: list[TrueObject], *, complete=(), agreed=None, **policy) -> Correction:
-    settings = RolloutMatching(correction=CorrectionPolicy(**policy))
+def corrected(
+    text: str, truth: list[TrueObject], *, complete=(), agreed=None, match_classes="any", **policy
+) -> Correction:
+    settings = RolloutMatching(correction=CorrectionPolicy(**policy), match_classes=match_classes)
     ids = encode(text, QWEN)
     return correct(
         PROMPT, ids, truth, table=QWEN, order="desc_first", settings=settings, agreed=agreed, complete=complete
@@ -128,3 +133,67 @@ def test_answers_that_agree_on_an_object_do_not_outweigh_the_statement_that_its_
     )
     assert correction.rebuilt.removed_extras == (3,)
     assert "cup" not in text_of(correction).split("lamp")[0].split("cat")[1]
+
+
+class LastFirst:
+    """A policy of another package, which turns the order around, leaves out objects called lamp and teaches other
+    extras."""
+
+    def revise(self, items, truth, complete):
+        assert truth == TRUTH and complete == ("cup",)
+        return [
+            item if item.true is not None else item._replace(targets=tuple(map(float, item.geometry.bins)))
+            for item in reversed(items)
+            if item.desc != "lamp"
+        ]
+
+
+def revised(text: str, **policy) -> Correction:
+    added = SimpleNamespace(config=LastFirst())
+    settings = RolloutMatching(correction=CorrectionPolicy(**policy).model_copy(update={"added_policy": added}))
+    ids = encode(text, QWEN)
+    return correct(PROMPT, ids, TRUTH, table=QWEN, order="desc_first", settings=settings, complete=("cup",))
+
+
+def test_a_policy_of_another_package_revises_what_the_settings_have_made_of_an_answer():
+    fox, lamp = box("fox", 300, 500), box("lamp", 800, 400)
+    correction = revised(write(CUP, fox, lamp, CAT), insertion="in_order", supervise="matched_with_desc")
+    assert text_of(correction) == write(CAT, DOG, fox, CUP)
+    assert [(item.predicted, item.true) for item in correction.rebuilt.items] == [
+        (3, 2),
+        (None, 1),
+        (1, None),
+        (0, 0),
+    ]
+    assert (correction.rebuilt.duplicates, correction.rebuilt.removed_extras) == ((), (2,))
+    targets = correction.segment.coord_targets
+    bins = [bin for thing in (CAT, DOG, fox, CUP) for bin in thing.geometry.bins]
+    assert targets[~np.isnan(targets)].tolist() == bins
+
+
+def test_a_policy_of_another_package_alone_rebuilds_answers_and_leaves_those_made_from_labels_alone():
+    assert text_of(revised(write(CUP, DOG))) == write(CAT, DOG, CUP)
+    for empty in ("", "{}"):
+        assert text_of(revised(empty)) == text_of(corrected(empty, TRUTH)) == write(*TRUTH)
+
+
+RIDER, HORSE = TrueObject("rider", Geometry("bbox_2d", (100, 100, 300, 500))), box("horse", 100, 200, 400)
+POLICY = {"duplicates": "remove", "insertion": "reading_order", "supervise": "matched_with_desc"}
+
+
+def test_a_right_object_without_a_label_is_not_renamed_to_another_class_that_it_overlaps():
+    """The rider has no label, and the model missed the horse below it, which it overlaps by more than the gate."""
+    for classes in ("any", "prefer"):
+        correction = corrected(write(RIDER), [HORSE], match_classes=classes, **POLICY)
+        assert correction.match.pairs == ((0, 0),)
+        assert text_of(correction) == write(TrueObject("horse", RIDER.geometry))
+    assert text_of(corrected(write(RIDER), [HORSE], match_classes="same", **POLICY)) == write(RIDER, HORSE)
+
+
+def test_a_right_object_without_a_label_that_overlaps_one_of_another_class_is_not_a_duplicate():
+    person = box("person", 10, 0)
+    assert text_of(corrected(write(CUP, person), [CUP], **POLICY)) == write(CUP)
+    for classes in ("prefer", "same"):
+        assert text_of(corrected(write(CUP, person), [CUP], match_classes=classes, **POLICY)) == write(CUP, person)
+        again = write(CUP, box("cup", 10, 0))
+        assert text_of(corrected(again, [CUP], match_classes=classes, **POLICY)) == write(CUP)

@@ -63,7 +63,8 @@ def test_the_configs_of_stage_2_follow_the_recommendations_of_the_results():
             continue
         settings = load_settings(path).settings
         policy = settings.rollout_matching.correction
-        assert (policy.duplicates, policy.extras, policy.insertion) == ("remove", "keep", "in_order"), path
+        assert (policy.duplicates, policy.extras, policy.insertion) == ("remove", "keep", "reading_order"), path
+        assert settings.custom.object_order == "reading", path
         assert policy.supervise == "matched_with_desc" and policy.closing_weight < 1, path
         assert settings.stage2.b_ratio in (None, 0.25), path
         (text,) = [module for module in settings.pipeline.objective if module.name == "token_ce"]

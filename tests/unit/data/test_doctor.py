@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 from functools import partial
@@ -371,3 +372,36 @@ def test_a_class_with_boxes_and_polygons_is_named_and_a_single_odd_shape_is_not(
         report = examine(tmp_path / "a.jsonl", processes=processes, part=500)
         (finding,) = [item for item in report.findings if item.subject == "mixed-shapes"]
         assert [place.detail for place in finding.places] == ["'mixed': 10 boxes and 10 polygons"]
+
+
+def write_ordered(path, sort_key, records=260):
+    """Write records of five boxes with random places and sizes, in an order."""
+    rng, lines = random.Random(3), []
+    for k in range(records):
+        corners = [(rng.randrange(60), rng.randrange(40)) for _ in range(5)]
+        boxes = [[x, y, x + rng.randrange(4, 30), y + rng.randrange(4, 20)] for x, y in corners]
+        objects = [{"desc": "cup", "bbox_2d": box} for box in sorted(boxes, key=sort_key)]
+        lines.append({"image": f"{k}.png", "width": 96, "height": 64, "space": "pixel", "objects": objects})
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return [finding for finding in examine(path).findings if finding.subject == "no-order"]
+
+
+@pytest.mark.parametrize(
+    ("sort_key", "count"),
+    [
+        (lambda box: (box[1], box[0]), 0),
+        (lambda box: (box[0], box[1]), 0),
+        (lambda box: (box[0] - box[2]) * (box[3] - box[1]), 0),
+        (lambda box: -box[1], 1),  # from the bottom to the top: none of the orders that training knows
+        (lambda box: hash(tuple(box)), 1),
+    ],
+    ids=["reading", "left_to_right", "large_first", "upwards", "random"],
+)
+def test_labels_without_an_order_that_can_be_seen_are_a_warning(tmp_path, sort_key, count):
+    findings = write_ordered(tmp_path / "a.jsonl", sort_key)
+    assert [(finding.severity, finding.count) for finding in findings] == [("warning", 1)] * count
+    assert all("1,040" in finding.places[0].detail for finding in findings)
+
+
+def test_a_few_labels_say_nothing_about_their_order(tmp_path):
+    assert write_ordered(tmp_path / "a.jsonl", lambda box: -box[1], records=249) == []

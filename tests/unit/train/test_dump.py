@@ -29,6 +29,7 @@ def images(file: Path) -> list[str]:
 OTHERS = (
     {"candidate_top_k": 1},
     {"maskiou_gate": 0.99},
+    {"match_classes": "same"},
     {"maskiou_resolution": 16},
     {"fp_cost": 0.0, "fn_cost": 0.01},
     {"optimal_transport": {"epsilon": 1.0}},
@@ -39,8 +40,10 @@ OTHERS = (
 @pytest.mark.parametrize("settings", OTHERS, ids=lambda settings: ",".join(settings))
 def test_all_settings_that_correcting_reads_are_in_the_dump(tmp_path, settings):
     assert {*(name for settings in OTHERS for name in settings), "choice"} == set(CORRECTION_SETTINGS)
-    usual = json.loads(dump_of(tmp_path).read_text().splitlines()[0])
-    line = dump_of(tmp_path, **settings).read_text().splitlines()[0]
+    renamed = Said(SCRIPT["partly.png"].text.replace('"roof"', '"tent"'))
+    script = SCRIPT | {"partly.png": renamed}
+    usual = json.loads(dump_of(tmp_path, script=script).read_text().splitlines()[0])
+    line = dump_of(tmp_path, script=script, **settings).read_text().splitlines()[0]
     assert json.loads(line)["result"] != usual["result"], "the setting matters"
     assert replay(line, SMALL) == []
 

@@ -27,7 +27,7 @@ from coordexp.train.sinks import (
     Wandb,
     to_prometheus,
 )
-from coordexp.train.terminal import FillWarning, summarise_rollouts
+from coordexp.train.terminal import COUNTED, AnswerWarning, FillWarning, summarise_rollouts
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -300,6 +300,54 @@ def test_a_line_tells_what_was_answered_what_was_odd_and_where_the_time_went():
         "loss 4.2922, 16 answers: found 112 of 115, 4 extra, 3 invalid, 2 cut off, 1 looped  "
         "[4.1 s: rollout 3.1, compute 0.9, waited 0.0]"
     )
+
+
+def counters(answers: int, **odd: int) -> dict[str, float]:
+    """Return the counters of answers with four objects each, of which three match the four labels."""
+    sound = {"rollout/answers": answers, "parse/objects": 4 * answers, "parse/valid": 4 * answers}
+    sound |= {"match/true": 4 * answers, "match/matched": 3 * answers}
+    return dict.fromkeys(COUNTED, 0.0) | sound | {name.replace("__", "/"): count for name, count in odd.items()}
+
+
+def judge(warning: AnswerWarning, capsys, *logs: dict[str, float]) -> list[str]:
+    """Return what is shown after each log line."""
+    shown = []
+    for step, values in enumerate(logs, start=1):
+        warning.log(at(step), values)
+        shown.append(capsys.readouterr().err)
+    return shown
+
+
+ODD = (
+    ({"rollout__cut_off": 15, "rollout__looped": 9}, "12% are cut off or loop"),
+    ({"rollout__unreadable": 22}, "11% cannot be read"),
+    ({"parse__invalid": 50}, "25% of their objects are invalid"),
+    ({"target__duplicates_removed": 50}, "25% of their valid objects are duplicates"),
+    ({"match__matched": 74}, "only 37% of the labelled objects are found"),
+)
+
+
+@pytest.mark.parametrize(("odd", "words"), ODD, ids=[words for _, words in ODD])
+def test_the_first_200_answers_tell_whether_stage_1_is_ready(capsys, odd, words):
+    empty = dict.fromkeys(COUNTED, 0.0) | {"rollout/answers": 150.0}
+    first, second = judge(AnswerWarning(), capsys, empty, counters(50, **odd))
+    assert first == ""
+    assert second.startswith(f"warning: step 2: of the last 200 answers, {words}; Stage 1 is not ready")
+
+
+def test_answers_of_a_model_that_is_ready_give_no_warning_and_neither_does_a_log_without_any(capsys):
+    sound = counters(200, rollout__cut_off=20, parse__invalid=80, target__duplicates_removed=80)
+    assert judge(AnswerWarning(), capsys, sound, {"loss": 1.0}, sound) == ["", "", ""]
+
+
+def test_answers_that_run_away_later_give_one_warning_until_they_are_sound_again(capsys):
+    away, sound = counters(200, rollout__cut_off=50), counters(200, match__matched=0)
+    shown = judge(AnswerWarning(), capsys, sound | {"match/matched": 600.0}, away, away, sound, away)
+    assert [bool(text) for text in shown] == [False, True, False, False, True]
+    resumed = AnswerWarning()
+    resumed.begin(at(7))
+    assert judge(resumed, capsys, sound, away) == ["", shown[1]]
+    assert "25% are cut off or loop" in shown[1] and "stage2.b_ratio" in shown[1]
 
 
 @pytest.mark.scenario("R05.C10", on="fake")

@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from coordexp.data.geometry import BINS, is_degenerate
 from coordexp.data.images import ImageFacts, size_problem
 from coordexp.data.records import SPACES, AnyRecord, ChatRecord, Record, RecordObject, Space
+from coordexp.data.requests import ORDER_WORDS, VISIBLE_ORDERS, bounds
 from coordexp.errors import Finding
 from coordexp.families import PLACE_TOKENS
 from coordexp.files import is_encodable
@@ -112,6 +114,11 @@ _WARNINGS = {
         "has to guess which one to write",
     ),
     "desc-spelling": ("classes that differ only in case or spaces", "use one spelling, or the model learns both"),
+    "no-order": (
+        "labels are in no order that can be seen in the images",
+        "set custom.object_order: reading, as the shipped configs do; with file, a model cannot learn what comes "
+        "next, and missed objects have no place of their own",
+    ),
     "small-objects": (
         "the median side of the objects is under 20 bins",
         "rollout_matching.maskiou_resolution 256 is too coarse for them; 1000 is exact for boxes and costs about "
@@ -236,6 +243,8 @@ def _format_size(extent: tuple[float, float]) -> str:
 
 
 SLACK = 1.005  # times the extent, so that shapes may touch the border
+NEIGHBOURS = 1000  # pairs of labels that are needed to judge the order
+ORDERED = 0.7  # share of them that follow each other in an order, from which it is one. By accident, half do
 FITS = 0.99  # share of shapes that must be possible under the other reading
 BREAKS = 0.05  # share of shapes that must be impossible as written
 FEW = 3  # impossible shapes that are needed at least
@@ -254,6 +263,7 @@ class Suspicions:
             self._add_boxes(record)
             self._add_axes(record)
             self._add_space(record)
+            self._add_order(record)
 
     def merge(self, other: "Suspicions") -> None:
         self._counts.update(other._counts)
@@ -269,6 +279,7 @@ class Suspicions:
             # Swapped axes make shapes exceed the image too, and are the better explanation.
             if self._counts[space] >= 5 and not (swapped and space == "pixel"):
                 yield from self._space_problems(space)
+        yield from self._order_problems()
 
     def _add_boxes(self, record: Record) -> None:
         """Count how many boxes are possible as two corners, as corner and size, or as centre and size."""
@@ -322,6 +333,23 @@ class Suspicions:
             self._fits[record.space, space] += x <= width * SLACK and y <= height * SLACK
             reach = self._reach.setdefault((record.space, space), [0.0, 0.0])
             reach[:] = max(reach[0], x / width), max(reach[1], y / height)
+
+    def _add_order(self, record: Record) -> None:
+        """Count how many labels follow the one before them in each order."""
+        boxes = [bounds(item.coords) for item in record.objects]
+        self._counts["neighbours"] += len(boxes) - 1
+        for order, sort_key in VISIBLE_ORDERS.items():
+            keys = list(map(sort_key, boxes))
+            self._counts[order] += sum(before <= after for before, after in pairwise(keys))
+
+    def _order_problems(self) -> Iterator[Problem]:
+        neighbours = self._counts["neighbours"]
+        if neighbours < NEIGHBOURS:
+            return
+        shares = {order: self._counts[order] / neighbours for order in VISIBLE_ORDERS}
+        if max(shares.values()) < ORDERED:
+            words = ", ".join(f"{share:.0%} go {ORDER_WORDS[order]}" for order, share in shares.items())
+            yield Problem("no-order", f"of {neighbours:,} pairs of neighbours in the lists, {words}")
 
     def _space_problems(self, stated: Space) -> Iterator[Problem]:
         records, alike = self._counts[stated], ("norm1000", "bin")  # which no data can tell apart
