@@ -2,11 +2,12 @@
 
 import ast
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from coordexp.config import legacy, schema
+from coordexp.config import schema
 from coordexp.config.rollout import ServerEndpoint
 from coordexp.config.schema import Node
 from coordexp.config.settings import CurriculumStage, EvaluationData, TrainingData
@@ -19,28 +20,38 @@ HEADER = """\
 A config is a YAML file. `extends` names one or more files, relative to the config, whose values it starts from.
 Later files win, mappings are merged, lists are replaced as a whole. Environment variables are not interpolated.
 Scalars follow YAML 1.2 (`1e-5` is a number, `no` is text). Unknown keys, keys that are written twice and values of
-the wrong type are errors. `coordexp check --config FILE --all` shows every value and where it came from. Paths are
-relative to the folder that a command is run in. An editor completes and checks a config that begins with
-`# yaml-language-server: $schema=FILE`, where FILE was written by `coordexp check --schema > FILE`.
-Behind each key stand its type and its default.
+the wrong type are errors; those of renamed keys say what to write. `coordexp check --config FILE --all` shows
+every value and where it came from. Paths are relative to the folder that a command is run in. An editor completes
+and checks a config that begins with `# yaml-language-server: $schema=FILE`, where FILE was written by
+`coordexp check --schema > FILE`.
+Behind each key stand its values and its default. `null` means that the key is not set; where only `true` or
+`false` stands, the key takes both.
 """
 
 TRANSFORMERS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
-_PIPELINE = "- `pipeline` (the lists `objective` and `diagnostics`, or null; `null`): See Pipeline modules below."
-_SHORTER = {"an integer": "integer", "a number": "number", "a list of": "list of", "a mapping": "mapping"}
+_PIPELINE = "- `pipeline` (`null`): The lists `objective` and `diagnostics` of [modules](#pipeline-modules)."
+_SHORTER = {
+    "an integer": "integer",
+    "a number": "number",
+    "number >= 0 and <= 1": "0 to 1",
+    "a list of": "list of",
+    "a mapping": "mapping",
+    "one of ": "",
+    " or null": "",
+}
 
 MODULES = """## Pipeline modules
 
 `rollout_matching.pipeline` and `stage1.pipeline` have the lists `objective` and `diagnostics`. Each entry must
 have `name`, `enabled`, `weight`, `channels` and `config`, and each `config` must have every key of its module.
-None of them has a default.
+None of them has a default, and weights are numbers >= 0.
 """
 
 
 def render_config() -> Iterator[str]:
     """Yield the parts of the page."""
     yield HEADER
-    yield from (*_sections(), *_entries(), MODULES, *_modules(), *_refusal_table(), *_legacy_table())
+    yield from (*_sections(), *_entries(), MODULES, *_modules(), *_refusal_table())
 
 
 def _sections() -> Iterator[str]:
@@ -54,7 +65,7 @@ def _sections() -> Iterator[str]:
             if path[-1] == "objective":
                 rows.setdefault(path[:-2], []).append(_PIPELINE)
         elif path[0] == "training" and path[-1] not in ours:
-            mirrored.append(f"`{path[-1]}` {_default(node)}")
+            mirrored.append(f"{path[-1]}: {_default(node).strip('`')}".replace(" ", "\0"))
         else:
             rows.setdefault(path[:-1], []).append(row)
     for path in rows:
@@ -67,7 +78,8 @@ def _sections() -> Iterator[str]:
             yield "says; [some are refused](#refused).\n"
         yield from rows[path]
         if path == ("training",):
-            yield f"\nArguments of transformers, with their defaults: {', '.join(mirrored)}."
+            arguments = textwrap.fill(", ".join(mirrored), 110).replace("\0", " ")
+            yield f"\nArguments of transformers, with their defaults:\n\n```text\n{arguments}\n```"
     yield ""
 
 
@@ -83,7 +95,8 @@ def _row(key: str, node: Node) -> str:
     kind = schema.describe(node)
     for long, short in _SHORTER.items():
         kind = kind.replace(long, short)
-    return f"- `{key}` ({kind}; {_default(node)}): {schema.resolve(node).get('description', '')}"
+    facts = _default(node) if isinstance(node.get("default"), bool) else f"{kind}; {_default(node)}"
+    return f"- `{key}` ({facts}): {schema.resolve(node).get('description', '')}"
 
 
 def _default(node: Node) -> str:
@@ -109,29 +122,25 @@ def _modules() -> Iterator[str]:
     entry = schema.root()["$defs"]["Pipeline"]["properties"]["objective"]["items"]
     modules = [schema.resolve(option)["properties"] for option in entry["oneOf"]]
     yield "### Every entry\n"
-    yield from (_row(key, modules[0][key]) for key in ("enabled", "weight", "channels"))
+    yield from (_module_row(key, modules[0][key]) for key in ("enabled", "weight", "channels"))
     for module in modules:
         yield f"\n### `{module['name']['const']}`\n\n{module['name']['description']}\n"
         keys = schema.resolve(module["config"])["properties"]
-        yield from (_row(key, node) for key, node in keys.items())
+        yield from (_module_row(key, node) for key, node in keys.items())
     yield ""
 
 
+def _module_row(key: str, node: Node) -> str:
+    """Return the row of a key of a module. All of them are required, and most are weights."""
+    return _row(key, node).replace("; required)", ")").replace(" (number >= 0)", "")
+
+
 def _refusal_table() -> Iterator[str]:
-    names = ", ".join(f"`{name}`" for name, refusal in sorted(REFUSED.items()) if refusal == UNUSED)
-    yield "## Refused\n\nArguments of `transformers.TrainingArguments` that are an error in `training`.\n"
-    yield f"These {UNUSED[0].replace('has', 'have', 1)}: {names}.\n"
+    yield "## Refused\n\nEvery other argument of `transformers.TrainingArguments` is an error in `training`. Most"
+    yield f"of them {UNUSED[0].replace('has', 'have', 1)}. The others have reasons of their own:\n"
     others = defaultdict(list)  # arguments with the same reason stand on one line
     for name, (reason, _) in REFUSED.items():
         if reason != UNUSED[0]:
             others[reason].append(f"`{name}`")
     yield from (f"- {', '.join(group)} {reason}" for reason, group in others.items())
     yield ""
-
-
-def _legacy_table() -> Iterator[str]:
-    aliases = [alias for names in legacy.ALIASES.values() for alias in names]
-    old = ["custom.extra.rollout_matching.*", f"custom.trainer_variant: {legacy.OLD_VARIANT}"]
-    keys = ", ".join(f"`{key}`" for key in [*old, *legacy.RENAMED, *legacy.REMOVED, *aliases])
-    yield "## Keys of older versions and of other tools\n"
-    yield f"Each is an error that says what to write instead: {keys}."

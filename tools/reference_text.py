@@ -88,13 +88,8 @@ OTHER_METRICS = {
     "learning_rate": "learning rate of the next step",
     "tokens": "tokens that rank 0 trained on since the last line",
     "broken_logits": "logits that were NaN, infinite or beyond +-10,000",
-    "set/NAME/loss": "loss of the samples of one data set of a mixture",
-    "set/NAME/samples": "samples of the data set since the last line",
-    "set/NAME/tokens": "tokens of the data set since the last line",
-    "train_runtime": "at the end of a run: seconds, as transformers counts them",
-    "train_samples_per_second": "at the end of a run: samples per second",
-    "train_steps_per_second": "at the end of a run: steps per second",
-    "train_loss": "at the end of a run: mean loss",
+    "set/NAME/NAME": "loss, samples and tokens of one data set of a mixture, since the last line",
+    "train_NAME": "at the end of a run: runtime, samples_per_second, steps_per_second and loss, by transformers",
     "total_flos": "at the end of a run: floating point operations, as transformers estimates them",
 }
 

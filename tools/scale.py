@@ -44,20 +44,22 @@ MACHINES = (
 
 
 def make_table() -> str:
-    """Return the table as Markdown."""
-    head = ["| model | trained | GPUs | learner | engine | on a GPU | verdict |"]
-    return "\n".join([*head, "| --- | --- | --- | --- | --- | --- | --- |", *_rows()])
+    """Return the table as Markdown: a row for each model, with the memory on each machine, bold where it fits."""
+    names = " | ".join(machine.name for machine in MACHINES)
+    head = [f"| model | trained | learner | engine | {names} |", "| --- " * (4 + len(MACHINES)) + "|"]
+    return "\n".join([*head, *_rows()])
 
 
 def _rows() -> Iterator[str]:
     for size in PUBLISHED:
         for trained in ("all weights", f"LoRA {RANK}"):
-            for machine in MACHINES:
-                cells = (size.upper(), trained, machine.name, *_cells(Model.published(size), trained, machine))
-                yield f"| {' | '.join(cells)} |"
+            plans = [_plan(Model.published(size), trained, machine) for machine in MACHINES]
+            cells = (size.upper(), trained, *plans[0][:2], *(total for _, _, total in plans))
+            yield f"| {' | '.join(cells)} |"
 
 
-def _cells(model: Model, trained: str, machine: Machine) -> tuple[str, ...]:
+def _plan(model: Model, trained: str, machine: Machine) -> tuple[str, str, str]:
+    """Return the GiB of the learner and of the engine, and the largest total on a GPU."""
     overrides = (
         () if trained == "all weights" else (f"model.adapter.rank={RANK}", f"model.adapter.alpha={2 * RANK}")
     )
@@ -67,9 +69,9 @@ def _cells(model: Model, trained: str, machine: Machine) -> tuple[str, ...]:
     row = RowSize.from_settings(settings, sample, model.shape)
     learner = total_bytes(Learner(settings, model, row, machine.gpus - count_server_gpus(settings)).parts())
     engine = total_bytes(engine_parts(settings, model))
-    sizes = (learner, engine, max(use.total for use in uses))
+    sizes = [f"{bytes / GIB:.1f}" for bytes in (learner, engine, max(use.total for use in uses))]
     fits = all(finding.severity != "error" for finding in findings)
-    return (*(f"{bytes / GIB:.1f}" for bytes in sizes), "**fits**" if fits else "**does not fit**")
+    return sizes[0], sizes[1], f"**{sizes[2]}**" if fits else sizes[2]
 
 
 if __name__ == "__main__":

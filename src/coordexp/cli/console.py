@@ -27,8 +27,7 @@ LogOption = Annotated[
     typer.Option(
         envvar=FORMAT,
         show_default=False,
-        help="Write lines with a time and a level, without colours and progress bars. Unset: text, if the output "
-        "is not a terminal.",
+        help="Write lines with a time and a level, without progress bars. Unset: text, outside a terminal.",
     ),
 ]
 

@@ -63,8 +63,7 @@ def doctor(
         typer.Option(
             "--config",
             "-c",
-            help="The config of a run on FILE, to count the tokens of examples (prompt, image and answer), and to "
-            "compare them with its global_max_length.",
+            help="The config of a run on FILE: count the tokens of its examples, for global_max_length.",
         ),
     ] = None,
     overrides: SetOption = None,

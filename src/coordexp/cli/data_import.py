@@ -46,8 +46,8 @@ def import_(
     source: Annotated[
         str,
         typer.Argument(
-            help="coco, lvis, labelstudio: the JSON file. yolo: the folder of labels, or data.yaml. labelme: the "
-            "folder of labels. webdataset, parquet, tsv: a file, a folder, or a quoted pattern, also below s3://.",
+            help="coco, lvis, labelstudio: the JSON file. labelme, yolo: the folder of labels; yolo also "
+            "data.yaml. webdataset, parquet, tsv: a file, a folder, or a quoted pattern, also below s3://.",
             show_default=False,
         ),
     ],
@@ -62,8 +62,8 @@ def import_(
         typer.Option(
             exists=True,
             file_okay=False,
-            help="The folder of images; for lvis, the one with train2017 and val2017. yolo: not for data.yaml. "
-            "labelme: unset, as the labels say.",
+            help="The folder of images; lvis: that with train2017 and val2017. yolo: not for data.yaml. labelme: "
+            "unset, as the labels say.",
         ),
     ] = None,
     geometry: Annotated[
@@ -90,8 +90,8 @@ def import_(
     missing: Annotated[
         Literal["refuse", "keep", "drop"],
         typer.Option(
-            help="Image files that do not exist. refuse: stop if they are more than half. keep: write their "
-            "records anyway. drop: leave their records out, and stop if they are more than half."
+            help="Image files that do not exist: write their records (refuse, keep) or not (drop). All but keep "
+            "stop if they are more than half."
         ),
     ] = "refuse",
     ask: Annotated[

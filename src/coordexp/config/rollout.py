@@ -140,8 +140,8 @@ class EngineArgs(SettingsSection):
     max_num_batched_tokens: PositiveInt | None = Field(None, examples=[8192])
     """Tokens that the engine computes in one step. Unset: 8192 in a server on GPUs, else vLLM's default."""
     mm_processor_cache_gb: NonNegativeFloat | None = None
-    """GiB of host memory for the patches of images, in a server twice: in two of its processes. Several rollouts
-    of a sample share them; every weight sync drops them. 0: none. Unset: vLLM's default, 4."""
+    """GiB of host memory for the patches of images, twice in a server. Every weight sync drops them. 0: none.
+    Unset: vLLM's default, 4."""
     kv_cache_dtype: Literal["auto", "fp8"] | None = Field(None, examples=["auto"])
     """Data type of the KV cache. fp8 takes half the memory of 16 bits, and answers differ slightly from those of
     the learner. Unset: auto, that of the model."""
@@ -219,8 +219,8 @@ class CorrectionPolicy(SettingsSection):
     those that `choice.votes` answers have."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
     """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
-    extra stays behind the true object that it followed. `reading_order`: where the ground truth has them; an extra
-    goes to its place by top edge, then by left edge. It is for data in that order."""
+    extra stays behind the true object that it followed. `reading_order`: the same, but an extra goes to its place
+    by top edge, then by left edge. It is for data in that order."""
     supervise: Literal["missed", "matched", "matched_with_desc"] = "missed"
     """The text that is supervised. `missed`: that of missed objects. `matched`: also the structure of matched
     objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in place of their own.

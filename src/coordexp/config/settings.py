@@ -59,9 +59,9 @@ class Model(SettingsSection):
     """Data type of the weights in the rollout engine, and of those that an adapter is trained on. Weights that are
     trained themselves are float32; `training.bf16` lets the learner compute with 16 bits."""
     max_pixels: PositiveInt | None = Field(None, examples=[1048576])
-    """Largest number of pixels of an image. A larger image is scaled down in training, in rollouts and in
-    evaluation, and every checkpoint of the run has this limit. A vLLM engine reserves memory for an image of this
-    size. Unset: the limit of the checkpoint, which is 16,777,216 for Qwen3-VL."""
+    """Largest number of pixels of an image. A larger image is scaled down, in training, rollouts and
+    evaluation. A vLLM engine reserves memory for an image of this size. Unset: the limit of the checkpoint, which
+    is 16,777,216 for Qwen3-VL."""
     min_pixels: PositiveInt | None = Field(None, examples=[65536])
     """Smallest number of pixels of an image. A smaller image is scaled up. Unset: the limit of the checkpoint."""
     freeze: Annotated[tuple[Literal["vision", "aligner"], ...], from_list] = Field((), examples=[["vision"]])
@@ -152,11 +152,10 @@ class Custom(SettingsSection):
     eval_data: Annotated[tuple[EvaluationData, ...], from_list] = Field(
         (), examples=[[{"name": "questions", "path": "questions/val.jsonl"}]]
     )
-    """Held-out chat records, for evaluation during training. The learner answers greedily with transformers, and
-    `eval_accuracy_NAME` is the share of right answers, whatever their case and white space."""
+    """Held-out chat records, for evaluation in training. `eval_accuracy_NAME` is the share of right answers."""
     eval_samples: PositiveInt | None = Field(None, examples=[500])
-    """Evaluate on at most this many of the held-out records of `val_jsonl` and of each set of `eval_data`. They
-    are evenly spaced over the file and the same every time. null: all."""
+    """Evaluate on at most this many of the held-out records of `val_jsonl` and of each set of `eval_data`, the
+    same every time. null: all."""
     eval_images: NonNegativeInt = 8
     """Images that each evaluation shows in TensorBoard and Weights & Biases (`training.report_to`), with true and
     predicted objects. They are the same every time. 0: none."""
@@ -177,9 +176,8 @@ class Custom(SettingsSection):
     for, and that of the file among objects of one class), or `random`, which is drawn anew in every step."""
     broken_images: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, examples=[0.01])
     """Share of the training images that may be broken: missing, not decodable, or of another size than their
-    records say. Other records take the places of theirs, and `quarantine.jsonl` in the run folder lists them. With
-    more of them (and more than ten), the run ends. All images are then decoded twice. 0: the first broken image
-    ends the run."""
+    records say. `quarantine.jsonl` in the run folder lists them. All images are then decoded twice. 0: the first
+    broken image ends the run."""
     curriculum: Annotated[tuple[CurriculumStage, ...], from_list] = Field(
         (), examples=[[{"objects": 1, "samples": 8000}]]
     )
@@ -252,9 +250,8 @@ class Stage2(SettingsSection):
     """The rollouts of a step may come from weights that are up to this many updates old. 0: servers and learner
     wait for each other in every step. 1 or 2: rollout servers make those of the next 1 or 2 steps meanwhile."""
     dump_every: PositiveInt | None = 100
-    """Dump examples once in this many steps, at the first step with rollouts: write them to `dumps` in the run
-    folder, with the losses and probabilities of their tokens, for `coordexp inspect` and `coordexp replay`. null:
-    never."""
+    """Dump examples once in this many steps, at the first step with rollouts, for `coordexp inspect` and
+    `coordexp replay`. null: never."""
     dump_samples: PositiveInt = 4
     """Maximum number of examples per dump."""
 

@@ -41,14 +41,15 @@ def test_every_command_and_option_is_on_the_page(pages):
 
 
 def test_the_detector_comes_first_and_every_entry_has_text(pages):
-    headings = re.findall(r"^### `(\w+)`$", pages["python.md"], re.MULTILINE)
-    assert headings[0] == "Detector"
-    assert {"RolloutBackend", "ModuleKind", "Family", "SourceImage", "Record", "evaluate"} <= set(headings)
+    names = re.findall(r"^(?:###|-) `(?:class )?([A-Za-z_]\w*)", pages["python.md"], re.MULTILINE)
+    assert names[0] == "Detector"
+    assert {"RolloutBackend", "ModuleKind", "Family", "SourceImage", "Record", "evaluate"} <= set(names)
 
 
 def test_the_page_of_settings_states_the_defaults_of_the_schema(pages):
-    rows = re.findall(r"^- `(\w+)` \(.*?; `([^`]*)`\): ", pages["config.md"], re.MULTILINE)
-    rows += re.findall(r"`(\w+)` `([^`]*)`[,.]", pages["config.md"])  # the arguments of transformers
+    rows = re.findall(r"^- `(\w+)` \((?:.*?; )?`([^`]*)`\): ", pages["config.md"], re.MULTILINE)
+    arguments = pages["config.md"].partition("```text\n")[2].partition("\n```")[0]  # those of transformers
+    rows += re.findall(r"(\w+): (.*?)(?:,\s|$)", arguments)
     stated = Counter(rows)
     expected = Counter(
         (str(path[-1]), default if isinstance(default, str) and default else json.dumps(default))
