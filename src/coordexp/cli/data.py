@@ -1,5 +1,5 @@
-"""`coordexp data`: import and export data, find and leave out what is wrong with it, split it, look at it, and
-complete its labels."""
+"""`coordexp data`: import and export data, find and leave out what is wrong with it, split it, look at it,
+complete its labels, and estimate how many are missing."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ import typer
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from coordexp.cli import data_export, data_import, data_suggest
+from coordexp.cli import data_audit, data_export, data_import, data_suggest
 from coordexp.cli.check import SetOption, use_local_model
 from coordexp.cli.console import (
     JsonOption,
@@ -37,12 +37,13 @@ SHOWN_CLASSES = 10
 RARE = 10  # classes with fewer objects are rare
 
 app = typer.Typer(
-    help="Import, check, clean, split, thin, export, look at and complete data.", no_args_is_help=True
+    help="Import, check, clean, split, thin, export, look at, complete and audit data.", no_args_is_help=True
 )
 app.command("import")(data_import.import_)
 app.command("export")(data_export.export)
 app.command("suggest")(data_suggest.suggest)
 app.command("complete")(data_suggest.complete)
+app.command("audit")(data_audit.audit)
 
 
 ImagesOption = Annotated[

@@ -17,7 +17,7 @@ from coordexp.errors import UserError
 if TYPE_CHECKING:
     from coordexp.detect.suggestions import SuggestionReport
 
-SUGGESTIONS, PAGE, PREDICTIONS = "suggestions.jsonl", "complete.html", "preds.json"
+SUGGESTIONS, PAGE, PREDICTIONS, DECISIONS = "suggestions.jsonl", "complete.html", "preds.json", "decisions.json"
 SHOWN_CLASSES = 5
 Placement = Literal["auto", "inside", "linked"]
 
@@ -49,7 +49,11 @@ def suggest(
     ignore_exhaustive: Annotated[
         bool, typer.Option("--ignore-exhaustive", help="Also suggest classes that a record lists as `exhaustive`.")
     ] = False,
-    page_limit: Annotated[int, typer.Option(min=1, help="Suggestions on the page, the best ones.")] = 5000,
+    shuffle: Annotated[
+        bool,
+        typer.Option("--shuffle", help="Random order, so that those decided first stand for all, for an audit."),
+    ] = False,
+    page_limit: Annotated[int, typer.Option(min=1, help="Suggestions on the page, the first ones.")] = 5000,
     images: Annotated[
         Placement,
         typer.Option(help="Images inside the page, or linked from where they are. auto: linked if over 300."),
@@ -78,7 +82,7 @@ def suggest(
         raise UserError(f"--{option} has no effect with --preds", "leave it out, or give --model instead")
     from coordexp.detect.suggestions import SuggestionRules
 
-    comparison = asdict(SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive))
+    comparison = asdict(SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive, shuffle=shuffle))
     comparison |= {"page_limit": page_limit, "images": images}
     if shard is not None:
         if model is None or resume:

@@ -1,9 +1,10 @@
 """`coordexp evaluate`: how good predictions are, as a table, as JSON and as a page to look at."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import err, need, out, progress
+from coordexp.cli.data_suggest import DECISIONS, SUGGESTIONS
 from coordexp.errors import UserError
 from coordexp.files import write_json
 
@@ -35,9 +37,26 @@ def evaluate(
         Path | None, typer.Option("--page", dir_okay=False, help="Write a page with the worst images here.")
     ] = None,
     images: Annotated[int, typer.Option(min=0, help="Images on the page, at most.")] = 60,
+    labelled_share: Annotated[
+        tuple[float, float] | None,
+        typer.Option(help="Of incomplete labels: the interval that `data audit` printed, e.g. 0.57 0.67."),
+    ] = None,
+    judged: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Of incomplete labels: a folder of `data suggest` on these predictions, with decisions.json.",
+        ),
+    ] = None,
 ) -> None:
-    """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit."""
+    """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit.
+
+    If labels are incomplete, --judged or --labelled-share estimate precision, recall and F1 against all objects.
+    """
     need("hotcoco", "PIL", extra="evaluate")
+    if labelled_share is not None and not 0 < labelled_share[0] <= labelled_share[1] <= 1:
+        raise UserError("--labelled-share is no interval of a share", "give two numbers, e.g. 0.57 0.67")
     from coordexp.data import RecordFile
     from coordexp.evaluate import evaluate_results, read_results, read_truth
     from coordexp.evaluate.predictions import answers_path
@@ -49,12 +68,14 @@ def evaluate(
         with progress(f"evaluating {len(truth)} images"):
             report = evaluate_results(truth, results)
     else:
-        report = _evaluate_answers(data, preds)
+        report = evaluate_answers(data, preds)
     _print(report)
+    is_incomplete = labelled_share is not None or judged is not None
+    estimates = _estimate_quality(report, labelled_share, judged) if is_incomplete else {}
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         head = {"data": str(data), "preds": str(preds)}
-        write_json(report_file, head | report.as_dict())
+        write_json(report_file, head | report.as_dict() | estimates)
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
         description = f"{preds.name} on {data.name}"
@@ -66,7 +87,26 @@ def evaluate(
         out.print(f"wrote {page_file}", markup=False)
 
 
-def _evaluate_answers(data: Path, preds: Path) -> "EvaluationReport":
+def _estimate_quality(
+    report: "EvaluationReport", share: tuple[float, float] | None, judged: Path | None
+) -> dict[str, Any]:
+    """Print and return the quality of the predictions against all objects."""
+    from coordexp.detect.audit import count_judged, read_judgements
+    from coordexp.evaluate.incomplete import estimate_quality
+
+    files = judged and (judged / SUGGESTIONS, judged / DECISIONS)
+    judgements = read_judgements(*files, report) if files else [[] for _ in report.images]
+    quality = estimate_quality(count_judged(report, judgements), share, judged is not None)
+    out.print(Text("estimated, against all objects, with and without a label", style="bold"))
+    for name, estimate in quality.estimates.items():
+        out.print(f"  {name:<10} {estimate}")
+    if judged is not None:
+        more = "judge more images" if quality.more is None else f"judge {quality.more:,} more suggestions"
+        out.print(f"  to know precision to 3 points, {more}")
+    return asdict(quality)
+
+
+def evaluate_answers(data: Path, preds: Path) -> "EvaluationReport":
     from coordexp.data import RecordFile
     from coordexp.evaluate import evaluate, read_predictions, read_truth
 

@@ -149,6 +149,9 @@ class Custom(SettingsSection):
     """Several data sets, mixed by weight, instead of `train_jsonl`."""
     val_jsonl: DataFiles | None = Field(None, examples=["data/val.jsonl"])
     """Held-out records, for evaluation during training, in one or more files as in `train_jsonl`."""
+    val_labels: Literal["complete", "incomplete"] = "complete"
+    """Whether every object of the held-out images has a label. incomplete: a report calls no F1, precision or rate
+    that takes an object without a label for a mistake better or worse."""
     eval_data: Annotated[tuple[EvaluationData, ...], from_list] = Field(
         (), examples=[[{"name": "questions", "path": "questions/val.jsonl"}]]
     )

@@ -13,15 +13,16 @@ has the medians of their sides; a polygon is the one with the best score.
     decisions.json     {"format": 1, "suggestions": "sha256 of suggestions.jsonl",
                         "decisions": {"1": "accept", "2": "reject"}}
 
-The id of a suggestion is its place in the file, from 1, and the best score comes first. It is a box or a polygon
-(`poly`) in the space of its record, and `labels` is how many labels that record had. Reading is strict: a file
-that breaks a rule is a `DataError`.
+The id of a suggestion is its place in the file, from 1. The best score comes first, unless they were shuffled. It
+is a box or a polygon (`poly`) in the space of its record, and `labels` is how many labels that record had. Reading
+is strict: a file that breaks a rule is a `DataError`.
 
 The comparison needs scipy, which is imported inside the functions: the other commands start without it.
 """
 
 import hashlib
 import json
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,14 +54,15 @@ Decision = Literal["accept", "reject"]
 
 @dataclass(frozen=True)
 class SuggestionRules:
-    """How objects are compared, and whether classes are suggested that no label has, or that are complete
-    according to their record."""
+    """How objects are compared, whether classes are suggested that no label has, or that are complete according to
+    their record, and whether the suggestions are in random order, so that the first ones stand for all."""
 
     iou: float
     other_iou: float
     new_classes: bool = False
     ignore_exhaustive: bool = False
     ranking: Ranking = "both"
+    shuffle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class Suggestion:
 
 @dataclass
 class SuggestionReport:
-    """The suggestions, from the best score, and how many of all predicted objects are explained by labels, repeat
+    """The suggestions, in their order, and how many of all predicted objects are explained by labels, repeat
     a better one, or have a class that is complete in their record or that no label has."""
 
     suggestions: tuple[Suggestion, ...] = ()
@@ -146,6 +148,8 @@ def suggest_labels(truth: "Truth", answers: "Iterable[ImageAnswer]", rules: Sugg
         report.explained += explained
         report.repeated += len(candidates) - len(kept) - explained
     chosen.sort(key=lambda entry: -entry[1].score(rules.ranking))  # equal ones stay in the order of the data
+    if rules.shuffle:
+        random.Random(0).shuffle(chosen)  # noqa: S311  (not a secret)
     suggestions = []
     for number, (image_id, item) in enumerate(chosen, start=1):
         record, category_id = records[image_id], classes[item.desc] if item.desc in numbered else None
@@ -345,13 +349,13 @@ def join_records(
         image_id, record = records.read_with_image_id(index)
         own = by_image.pop(image_id, [])
         for suggestion in own:
-            _check_record(suggestion, record)
+            check_record(suggestion, record)
         yield record, own
     if by_image:
         raise DataError(f"{records}: no record has image_id {min(by_image)}, which suggestions name", _SAME_FILE)
 
 
-def _check_record(suggestion: Suggestion, record: Record) -> None:
+def check_record(suggestion: Suggestion, record: Record) -> None:
     """Raise DataError unless this is the record that the label was suggested for, and unchanged."""
     image_id, image, labels = suggestion.image_id, suggestion.image, suggestion.labels
     if image != record.image:

@@ -16,7 +16,7 @@ than too narrow.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,12 @@ CELLS = 2_000_000  # drawn at a time
 MIN_SEEDS = 3
 MAX_UNDEFINED = 0.05  # of resamples in which the denominator of a rate is 0; with more, it has no interval
 
+NEED_ALL_LABELS = ("f1", "precision", "ap", "over_count", "boxes_on_empty", "absent_classes")  # how names begin
+INCOMPLETE = (
+    "Labels are incomplete (custom.val_labels). F1, precision, AP and some rates of behaviour take an object "
+    "without a label for a mistake, and are called neither better nor worse: use `coordexp evaluate --judged`."
+)
+
 RunCounts = Mapping[str, NDArray[np.int64]]  # of one run, by rate: [images, 2], numerator and denominator
 Interval = tuple[float, float]
 StepsByGroup = dict[str, tuple[int, ...]]  # by the letter of the group, one step per run
@@ -39,13 +45,15 @@ StepsByGroup = dict[str, tuple[int, ...]]  # by the letter of the group, one ste
 
 @dataclass(frozen=True)
 class RateDifference:
-    """`base` and `other` are means over seeds. `seed_interval` is None with fewer than three seeds on a side."""
+    """`base` and `other` are means over seeds. `seed_interval` is None with fewer than three seeds on a side. A
+    rate is biased if it takes objects without a label for mistakes, and labels are incomplete."""
 
     name: str
     base: float
     other: float
     image_interval: Interval | None
     seed_interval: Interval | None
+    is_biased: bool = False
 
     @property
     def value(self) -> float:
@@ -53,9 +61,9 @@ class RateDifference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether there is an interval and none of them contains 0."""
+        """Whether there is an interval, none of them contains 0, and the labels can tell."""
         known = [interval for interval in (self.image_interval, self.seed_interval) if interval is not None]
-        return bool(known) and all(low > 0 or high < 0 for low, high in known)
+        return not self.is_biased and bool(known) and all(low > 0 or high < 0 for low, high in known)
 
     @property
     def is_quality(self) -> bool:
@@ -139,8 +147,16 @@ def compare_groups(
         )
         for other in groups[1:]
     )
-    notes = tuple(_note_different_steps(groups, steps))
-    return ComparisonResult(len(evaluated), resamples, steps, comparisons, notes)
+    notes = _note_different_steps(groups, steps)
+    if not all(run.has_complete_labels for group in groups for run in group.runs):
+        comparisons = tuple(
+            replace(
+                one, rows=tuple(replace(row, is_biased=row.name.startswith(NEED_ALL_LABELS)) for row in one.rows)
+            )
+            for one in comparisons
+        )
+        notes.append(INCOMPLETE)
+    return ComparisonResult(len(evaluated), resamples, steps, comparisons, tuple(notes))
 
 
 def reason_not_to_compare(groups: Sequence[RunGroup]) -> str | None:

@@ -95,7 +95,7 @@ def note_bad_evaluation(run: Run) -> Iterator[str]:
 
 def note_decline(run: Run) -> Iterator[str]:
     series = run.series("eval_f1_50")
-    if len(series) >= 2 and np.isfinite(series.values).all():
+    if run.has_complete_labels and len(series) >= 2 and np.isfinite(series.values).all():
         best = int(np.argmax(series.values))
         if series.values[best] - series.values[-1] > WORSE:
             yield (

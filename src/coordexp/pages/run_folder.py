@@ -104,6 +104,11 @@ class Run:
         return dict(self.latest_start.data or {})
 
     @property
+    def has_complete_labels(self) -> bool:
+        """Whether every object of the held-out images has a label, as the config declares."""
+        return (self.settings.get("custom") or {}).get("val_labels") != "incomplete"
+
+    @property
     def training(self) -> dict[str, Any]:
         return self.settings.get("training") or {}
 

@@ -36,8 +36,8 @@ def render_suggestions(
     place: ImagePlace = "auto",
     notify: Callable[[int], None] = ignore,
 ) -> str:
-    """Return the page with at most `most` suggestions, the best ones, for a file in the folder `target`. `records`
-    are by image_id, and their images are relative to `folder`. `notify` gets the number of each image."""
+    """Return the page with at most `most` suggestions, the first ones, for a file in the folder `target`.
+    `records` are by image_id, and their images are relative to `folder`. `notify` gets the number of an image."""
     shown, total = file.suggestions[:most], len(file.suggestions)
     numbers = {image_id: k for k, image_id in enumerate(dict.fromkeys(item.image_id for item in shown))}
     are_linked = place == "linked" or (place == "auto" and len(numbers) > MOST_INSIDE)
@@ -69,7 +69,7 @@ def render_suggestions(
         if (record := records[one.image_id])
     ]
     index = {"hash": file.sha256, "total": total, "classes": list(names), "images": images, "items": items}
-    best = f"the best {len(shown):,} of " if len(shown) < total else ""
+    first = f"the first {len(shown):,} of " if len(shown) < total else ""
     return render_page(
         "suggestions.html",
         title=title,
@@ -77,7 +77,7 @@ def render_suggestions(
         styles=("page.css", "suggestions.css"),
         data={"index": index, **pictures},
         linked_images=are_linked,
-        scope=f"{best}{total:,} suggestions in {len(images):,} images",
+        scope=f"{first}{total:,} suggestions in {len(images):,} images",
         classes=classes,
     )
 

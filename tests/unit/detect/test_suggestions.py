@@ -249,3 +249,12 @@ def test_labels_are_not_added_twice(tmp_path):
     completed = write_records(tmp_path / "new.jsonl", *complete_records(records, [suggestion()], tmp_path))
     with pytest.raises(DataError):
         list(complete_records(completed, [suggestion()], tmp_path))
+
+
+def test_shuffled_suggestions_are_the_same_in_another_order_which_is_always_the_same():
+    boxes = [(50 * k, 50 * k, 50 * k + 40, 50 * k + 40) for k in range(12)]
+    given = answer(*(prediction("cat", box, 0.9 - k / 20) for k, box in enumerate(boxes)))
+    ranked, *shuffled = (suggest([], given, rules=replace(RULES, shuffle=flag)) for flag in (False, True, True))
+    assert shapes(shuffled[0]) == shapes(shuffled[1]) != shapes(ranked)
+    assert sorted(shapes(shuffled[0])) == sorted(shapes(ranked))
+    assert [item.id for item in shuffled[0].suggestions] == list(range(1, 13))

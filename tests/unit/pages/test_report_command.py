@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from coordexp.cli import app, main
@@ -14,7 +15,7 @@ from coordexp.evaluate import evaluate, read_predictions
 from coordexp.pages.report import list_loss_plots
 from coordexp.pages.run_folder import group_runs
 from coordexp.train.folder import fingerprint
-from tests.unit.evaluate.scenes import crowd
+from tests.unit.evaluate.scenes import crowd, prediction
 from tests.unit.pages.reader import Reader
 from tests.unit.pages.run_folders import (
     END,
@@ -144,6 +145,30 @@ def test_the_table_and_the_page_show_the_difference(tmp_path):
     assert "300 times, as many images as there are (12)" in text
     assert '<th scope="row">AP</th><td>0.2500</td><td>0.5000</td>' in text and "AP has no interval" in text
     assert "nothing can be said about other seeds" in text
+
+
+def test_with_incomplete_labels_no_f1_or_precision_is_called_better_or_worse(tmp_path):
+    judged = {}
+    for labels in ("complete", "incomplete"):
+        runs = write_two_groups(tmp_path / labels)
+        truth, answers = crowd(2)
+        noise = tuple(prediction("ghost", (20 * k, 980, 20 * k + 9, 990)) for k in range(6))
+        noisy = [replace(answer, objects=answer.objects[::2] + noise) for answer in answers]
+        write_evaluation(runs[1], 10, truth, noisy)
+        for run_folder in runs:
+            tree = yaml.safe_load((run_folder / "resolved.yaml").read_text())
+            tree["custom"]["val_labels"] = labels
+            (run_folder / "resolved.yaml").write_text(yaml.safe_dump(tree))
+        run(*runs, "--out", tmp_path / "report.html", "--resamples", 300)
+        text = (tmp_path / "report.html").read_text()
+        rows = re.findall(r'<tr class="row (?:better|worse)"><th scope="row">([^<]+)</th>', text)
+        judged[labels] = set(rows)
+        assert ("custom.val_labels" in text.partition("Compared on the same images")[2]) == (
+            labels == "incomplete"
+        )
+    assert {"F1", "precision", "recall"} <= judged["complete"]
+    assert "recall" in judged["incomplete"]
+    assert not [name for name in judged["incomplete"] if name.startswith(("F1", "precision", "over"))]
 
 
 def test_the_settings_in_which_groups_differ_are_at_the_top(tmp_path):

@@ -41,8 +41,8 @@ def test_check_runs_style_and_types_and_reports_a_failure_after_all_of_them(chec
 
 
 def test_test_runs_the_fast_tests_or_those_that_are_named(checkout):
-    fast = "fake python -m pytest tests/unit tests/property -m not slow and not engine -n logical --dist loadfile"
-    assert dev(checkout, "test").stdout.splitlines()[0] == fast
+    first, *_ = dev(checkout, "test").stdout.splitlines()
+    assert first.startswith("fake python -m pytest tests/property tests/unit -m not slow and not engine -n logical ")
     assert dev(checkout, "test", "tests/x y").stdout.splitlines()[0] == "fake python -m pytest tests/x y"
 
 

@@ -1,0 +1,68 @@
+"""`coordexp data audit`: how many labels are missing, whether at random, and what that means for training."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from coordexp.cli.console import need, out, sanitize
+from coordexp.cli.data_suggest import DECISIONS, PREDICTIONS, SUGGESTIONS, DataOption
+from coordexp.cli.evaluate import evaluate_answers
+from coordexp.errors import UserError
+
+
+def audit(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            file_okay=False,
+            help="A folder of `data suggest`, with decisions.json.",
+            show_default=False,
+        ),
+    ],
+    data: DataOption,
+    preds: Annotated[
+        Path | None, typer.Option("--preds", "-p", dir_okay=False, help="Unset: preds.json in the folder.")
+    ] = None,
+) -> None:
+    """Estimate which share of the objects is labelled, whether labels are missing at random, and closing_weight.
+
+    A person has decided about the suggestions on their page: about all, or, with `data suggest --shuffle`, about
+    the first ones. Use images that the model was not trained on, chosen at random.
+    """
+    need("hotcoco", extra="evaluate")
+    from coordexp.detect.audit import list_audited_objects, read_judgements
+    from coordexp.evaluate import incomplete
+
+    report = evaluate_answers(data, preds or folder / PREDICTIONS)
+    judgements = read_judgements(folder / SUGGESTIONS, folder / DECISIONS, report)
+    objects, images = list_audited_objects(report, judgements), len(judgements)
+    states = Counter(item.state for item in objects)
+    if images < 2 or not states["found"] + states["accepted"]:
+        raise UserError(
+            f"{data}: nothing to estimate from", "audit about 50 images in which the model finds labels"
+        )
+    judged = states["accepted"] + states["rejected"]
+    out.print(
+        f"{states['found'] + states['unseen']:,} labels in {images:,} images, of which the model found "
+        f"{states['found']:,}; {judged:,} of {judged + states['undecided']:,} suggestions judged, "
+        f"{states['accepted']:,} accepted"
+    )
+    result = incomplete.audit(objects, images)
+    out.print(Text(f"labelled share: {result.share}", style="bold"))
+    for title, shares in (("by size, in thirds", result.by_size), ("by class", result.by_class)):
+        out.print(title)
+        for name, share in list(shares.items())[:10]:
+            out.print(f"  {sanitize(name):<24} {share}", markup=False)
+    out.print("are labels missing at random?")
+    for by, (p, least) in result.tests.items():
+        group = {"size": f"{least} objects", "crowding": f"images with {least} objects"}.get(by, sanitize(least))
+        answer = "no" if p < incomplete.P_RANDOM else "nothing speaks against it"
+        out.print(f"  by {by:<10} {answer} (p = {p:.3f}; most are missing of {group})", markup=False)
+    if any(p < incomplete.P_RANDOM for p, _ in result.tests.values()):
+        interval = f"{result.share.low:.2f} {result.share.high:.2f}"
+        out.print(f"so recall on the labels is not that on all objects: `evaluate --labelled-share {interval}`")
+    out.print(Text(f"closing_weight: {max(0.1, round(result.share.value, 1))}", style="bold"))

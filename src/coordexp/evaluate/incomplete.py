@@ -1,0 +1,229 @@
+"""What can be said from incomplete labels: the share of the objects that is labelled, whether labels are missing
+at random, and the precision and recall of answers.
+
+The model suggests objects that no label explains, and a person judges a random part of them, or all. An accepted
+one is an object whose label is missing. Those that have no label and were not suggested are estimated by Chapman's
+formula: among objects of about the same size, a model is assumed to find those without a label as often as others.
+
+Every estimate is a function of sums over images. Its variance is that of the jackknife, which leaves out one image
+at a time, so it includes that only a part of the suggestions was judged. An interval is Wilson's, for as many
+trials as have that variance, with the quantile of Student's t.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL = 0.95
+SIZES = ("small", "medium", "large")
+STRATA = 2 * len(SIZES)  # halves of these, in which missing labels are estimated
+CROWDS = ("few", "some", "many")
+MIN_OBJECTS = 5  # of a class whose share is estimated, and of a group in a test
+PRECISE = 0.03  # half of an interval of precision that more judgements should reach
+P_RANDOM = 0.05 / 3  # three tests, so that one of them is below by chance in at most 5 of 100 audits
+
+Floats = NDArray[np.float64]
+State = Literal["found", "unseen", "accepted", "rejected", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value between 0 and 1 and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} (95 %: {self.low:.2f} to {self.high:.2f})"
+
+
+def student(images: int) -> float:
+    """Return the number of standard errors on each side of an estimate from this many images."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + LEVEL) / 2, max(1, images - 1)))
+
+
+def jackknife(columns: Floats, statistic: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
+    """Return a statistic of the sums of the columns, [images, columns], and its variance."""
+    sums, images = columns.sum(axis=0), len(columns)
+    without = statistic(sums - columns)
+    return statistic(sums), (images - 1) * without.var(axis=0)
+
+
+def wilson(value: float, variance: float, trials: float, images: int) -> Estimate:
+    """Return the interval of a share that is known from at most this many trials."""
+    value, t = min(1.0, max(0.0, value)), student(images)
+    if variance > 0:
+        trials = min(trials, value * (1 - value) / variance) or trials
+    scale = 1 + t**2 / trials
+    centre = (value + t**2 / (2 * trials)) / scale
+    half = t / scale * np.sqrt(value * (1 - value) / trials + t**2 / (4 * trials**2))
+    return Estimate(value, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedObject:
+    """A label that the model found or did not see, or a suggestion that a person accepted, rejected or has not
+    decided about. `image` is its number, from 0, and `area` a share of the image."""
+
+    image: int
+    area: float
+    desc: str
+    state: State
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The labelled share of all objects, by size (thirds of the objects) and by class. `tests` are by size,
+    crowding and class, as far as there are enough objects: p, and the group with the smallest labelled share."""
+
+    share: Estimate
+    by_size: dict[str, Estimate]
+    by_class: dict[str, Estimate]
+    tests: dict[str, tuple[float, str]]
+
+
+def audit(objects: Sequence[AuditedObject], images: int) -> Audit:
+    """Estimate the labelled share from all objects of the audited images. At least one has to be found or
+    accepted."""
+    image = np.array([item.image for item in objects])
+    area = np.array([item.area for item in objects])
+    desc = np.array([item.desc for item in objects], dtype=object)
+    state = np.array([item.state for item in objects])
+    is_found, is_accepted = state == "found", state == "accepted"
+    is_label, is_judged = is_found | (state == "unseen"), is_accepted | (state == "rejected")
+    is_suggested, is_known = is_judged | (state == "undecided"), is_found | is_accepted
+
+    def count(chosen: NDArray[np.bool_]) -> Floats:
+        return np.bincount(image[chosen], minlength=images).astype(float)
+
+    weights = np.where(is_accepted, is_suggested.sum() / max(1, is_judged.sum()), 1.0)[is_known]
+
+    def divide(values: Floats, parts: int) -> NDArray[np.intp]:
+        """Return the number of the group of each object, of groups with as many objects that are known."""
+        places = np.arange(1, parts) / parts
+        bounds = np.quantile(values[is_known], places, weights=weights, method="inverted_cdf")
+        return np.digitize(values, bounds)
+
+    strata = [divide(area, STRATA) == k for k in range(STRATA)]
+    sizes = {name: strata[2 * k] | strata[2 * k + 1] for k, name in enumerate(SIZES)}
+    context = [count(is_label & part) for part in strata] + [count(is_found & part) for part in strata]
+    context += [count(is_suggested), count(is_judged)]
+
+    def share_of(part: NDArray[np.bool_]) -> Estimate:
+        own = [count(is_label & part)] + [count(is_accepted & part & stratum) for stratum in strata]
+        value, variance = jackknife(np.stack(own + context, axis=1), _labelled_share)
+        return wilson(float(value), float(variance), max(1, int((is_known & part).sum())), images)
+
+    crowd = count(is_found | is_suggested)[image]
+    classes = [name for name, number in Counter(desc[is_known]).most_common() if number >= MIN_OBJECTS]
+    crowds = divide(crowd, len(CROWDS))
+    groups = {
+        "size": sizes,
+        "crowding": {name: crowds == k for k, name in enumerate(CROWDS)},
+        "class": {name: desc == name for name in classes},
+    }
+    tests = {
+        by: compare_shares(
+            [(name, count(is_found & part), count(is_known & part)) for name, part in parts.items()]
+        )
+        for by, parts in groups.items()
+    }
+    return Audit(
+        share_of(np.full(len(objects), True)),
+        {name: share_of(part) for name, part in sizes.items() if (part & is_known).any()},
+        {name: share_of(part) for name, part in groups["class"].items()},
+        {by: test for by, test in tests.items() if test is not None},
+    )
+
+
+def _labelled_share(sums: Floats) -> Floats:
+    """Return the labelled share of a part of the objects. The sums are its labels and, by size, its accepted
+    suggestions; then the labels of all objects and those found, by size; then suggestions, and those judged."""
+    labels, suggested, judged = sums[..., 0], sums[..., -2], np.maximum(sums[..., -1], 1)
+    accepted, all_labels, found = np.split(sums[..., 1:-2], 3, axis=-1)
+    scale = np.where(suggested > 0, suggested / judged, 1)
+    missing = (accepted * (all_labels + 1) / (found + 1)).sum(axis=-1) * scale
+    return np.asarray(labels / np.maximum(labels + missing, 1e-9))
+
+
+def compare_shares(groups: Sequence[tuple[str, Floats, Floats]]) -> tuple[float, str] | None:
+    """Return p of the hypothesis that groups of objects have the same labelled share, and the group with the
+    smallest. It is a score test with the variance between images: the objects of an image need not be independent.
+    A group has its labelled objects and all of its objects by image. Return None with fewer than two groups of
+    enough objects, or if all have a label or none."""
+    from scipy.stats import f
+
+    kept = [group for group in groups if group[2].sum() >= MIN_OBJECTS]
+    if len(kept) < 2:
+        return None
+    labelled, known = (np.stack([group[k] for group in kept], axis=1) for k in (1, 2))
+    pooled, images, freedom = labelled.sum() / known.sum(), len(known), len(kept) - 1
+    if pooled in (0, 1) or images <= len(kept):
+        return None
+    excess = labelled - pooled * known
+    excess -= excess.sum(axis=1, keepdims=True) * known.sum(axis=0) / known.sum()
+    total = excess.sum(axis=0)
+    statistic = float(total @ np.linalg.pinv(excess.T @ excess, hermitian=True) @ total)
+    ratio = statistic * (images - freedom) / (freedom * (images - statistic))  # Hotelling's
+    least = kept[int(np.argmin(labelled.sum(axis=0) / known.sum(axis=0)))][0]
+    return float(f.sf(ratio, freedom, images - freedom)), least
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Precision, recall and F1 against all objects, with and without a label. `more` is how many more judgements
+    would bring the interval of precision to 3 points on each side: None if judgements alone cannot."""
+
+    estimates: dict[str, Estimate]
+    more: int | None
+
+
+def estimate_quality(counts: Floats, share: tuple[float, float] | None, is_judged: bool) -> Quality:
+    """Estimate quality from a row for each image: predicted objects that match a label, all of them, and labels;
+    then suggestions among the others, those judged, and those accepted.
+
+    Without judgements, the interval of the labelled share says how many predicted objects are right. With both, it
+    says how many objects there are. Without it, recall is that on the labels, which is right if labels are missing
+    at random."""
+    sums, images = counts.sum(axis=0), len(counts)
+    middle = share and sum(share) / 2
+    values, variances = jackknife(counts, lambda rows: _quality(rows, middle, is_judged))
+    if share is not None:
+        low, high = (_quality(sums, end, is_judged) for end in share)
+        variances += ((high - low) / (2 * student(images))) ** 2
+    trials = np.maximum(1, [sums[1], sums[2], sums[1] + sums[2]])
+    columns = zip(values.tolist(), variances.tolist(), trials.tolist(), strict=True)
+    estimates = [wilson(*column, images) for column in columns]
+    named = dict(zip(("precision", "recall", "f1"), estimates, strict=True))
+    return Quality(named, _count_more(counts) if is_judged else None)
+
+
+def _quality(sums: Floats, share: float | None, is_judged: bool) -> Floats:
+    matched, predicted, true, suggested, judged, accepted = np.moveaxis(sums, -1, 0)
+    right = matched + suggested * accepted / np.maximum(judged, 1) if is_judged else matched / (share or 1)
+    found = matched if share is None else right * share
+    precision = np.minimum(1, right / np.maximum(predicted, 1))
+    recall = np.minimum(1, found / np.maximum(true, 1))
+    return np.stack([precision, recall, 2 * precision * recall / np.maximum(precision + recall, 1e-9)], axis=-1)
+
+
+def _count_more(counts: Floats) -> int | None:
+    """Return how many more judgements bring the interval of precision to `PRECISE` on each side, if they can. A
+    part of its variance does not fall with their number."""
+    _, predicted, _, suggested, judged, accepted = counts.sum(axis=0).tolist()
+    rate = (accepted + 1) / (judged + 2)
+    by_judging = rate * (1 - rate) * (suggested / max(1, predicted)) ** 2
+    _, fixed = jackknife(counts, lambda rows: (rows[..., 0] + rate * rows[..., 3]) / np.maximum(1, rows[..., 1]))
+    room = (PRECISE / student(len(counts))) ** 2 - float(fixed)
+    if room <= 0 or by_judging / room > suggested:
+        return None
+    more: int = max(0, math.ceil(by_judging / room - judged))
+    return more

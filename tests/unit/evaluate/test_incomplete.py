@@ -1,0 +1,134 @@
+"""Estimates from incomplete labels, on scenes whose true objects are known."""
+
+import numpy as np
+import pytest
+
+from coordexp.evaluate.incomplete import P_RANDOM, PRECISE, AuditedObject, audit, estimate_quality
+
+IMAGES, RUNS = 50, 200
+AREA = (0.001, 0.3)  # of an image
+KINDS = {"at random": (0.5, 0.5), "by size": (0.25, 0.85)}  # the labelled share of small and of large objects
+FOUND = (0.45, 0.9)  # the share of small and of large objects that the model finds
+
+
+def draw_objects(seed, small, large, *, judged=1.0, clusters=0.0):
+    """Return the labels and the suggestions of images with objects of all sizes. A part of the suggestions is
+    judged. With `clusters`, all objects of a class have a label or none, in so many of the images."""
+    rng = np.random.default_rng(seed)
+    image = np.repeat(np.arange(IMAGES), 1 + rng.poisson(6, IMAGES))
+    area = np.exp(rng.uniform(*np.log(AREA), len(image)))
+    is_large = area > np.sqrt(AREA[0] * AREA[1])
+    kind = rng.integers(3, size=len(image))
+    is_cluster, fate = (rng.random((IMAGES, 3)) < share for share in (clusters, small))
+    is_labelled = rng.random(len(image)) < np.where(is_large, large, small)
+    is_labelled = np.where(is_cluster[image, kind], fate[image, kind], is_labelled)
+    skill = rng.uniform(0.8, 1.1, IMAGES)[image]  # the model finds more in some images
+    is_found = rng.random(len(image)) < np.where(is_large, FOUND[1], FOUND[0]) * skill
+    is_judged = rng.random(len(image)) < judged
+    suggestion = np.where(is_judged, "accepted", "undecided")
+    state = np.where(is_labelled, np.where(is_found, "found", "unseen"), suggestion)
+    objects = [
+        AuditedObject(int(image[k]), float(area[k]), "abc"[kind[k]], str(state[k]))
+        for k in np.flatnonzero(is_labelled | is_found)
+    ]
+    noise = np.where(rng.random(75) < judged, "rejected", "undecided")
+    return objects + [AuditedObject(int(rng.integers(IMAGES)), 0.01, "a", str(state)) for state in noise]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "clusters", "judged"), [("at random", 0.0, 1.0), ("at random", 0.7, 0.4), ("by size", 0.0, 0.4)]
+)
+def test_95_of_100_intervals_cover_the_labelled_share_and_labels_missing_at_random_seldom_look_otherwise(
+    kind, clusters, judged
+):
+    low, high = KINDS[kind]
+    covered, is_random = [], []
+    for seed in range(RUNS):
+        result = audit(draw_objects(seed, low, high, judged=judged, clusters=clusters), IMAGES)
+        truth = [(result.share, (low + high) / 2), (result.by_size["large"], high)]
+        if kind == "at random":
+            truth += [(share, low) for share in (result.by_size["small"], *result.by_class.values())]
+        covered.append([share.low <= true <= share.high for share, true in truth])
+        is_random.append(all(p >= P_RANDOM for p, _ in result.tests.values()))
+    shares = np.mean(covered, axis=0)
+    print(kind, clusters, judged, "cover:", shares, "at random:", np.mean(is_random))
+    assert (shares >= 0.92).all() and shares[0] <= 0.985
+    assert np.mean(is_random) >= 0.92 if kind == "at random" else np.mean(is_random) <= 0.1
+
+
+def test_labels_that_small_objects_lack_are_noticed_and_do_not_make_others_suspect():
+    results = [audit(draw_objects(seed, 0.25, 0.85), IMAGES) for seed in range(20)]
+    assert {result.tests["size"][1] for result in results} == {"small"}
+    assert max(result.tests["size"][0] for result in results) < P_RANDOM
+    assert sum(result.tests["class"][0] >= P_RANDOM for result in results) >= 18
+
+
+def test_a_complete_data_set_has_a_share_of_one_and_nothing_to_test():
+    objects = [AuditedObject(image, 0.1, "cat", "found") for image in range(20) for _ in range(3)]
+    result = audit([*objects, AuditedObject(0, 0.1, "cat", "rejected")], 20)
+    assert result.share.value == 1 and result.share.high == pytest.approx(1)
+    assert 0.9 < result.share.low < 1
+    assert result.tests == {}
+
+
+def test_a_size_that_nobody_labels_has_no_share():
+    objects = [AuditedObject(image, 0.1 * size, "cat", "found") for image in range(20) for size in (2, 3, 3)]
+    objects += [AuditedObject(image, 0.1, "cat", "accepted") for image in range(20)]
+    result = audit(objects, 20)
+    assert result.by_size["small"].value == 0 and result.by_size["large"].value == 1
+    assert result.share.value == pytest.approx(0.75)
+
+
+# precision, recall and F1
+
+
+def draw_counts(seed, p_label=0.6, recall=0.7, wrong=1.5, judged=0.5, images=200):
+    """Return the counts of a model that finds a share of all objects, and the truth: precision, recall, F1."""
+    rng = np.random.default_rng(seed)
+    skill = rng.uniform(0.8, 1.2, images) * recall
+    true = 1 + rng.poisson(6, images)
+    labels = rng.binomial(true, p_label)
+    matched, extra = rng.binomial(labels, skill), rng.binomial(true - labels, skill)
+    noise, misplaced = rng.poisson(wrong, images), rng.poisson(0.3, images)
+    accepted, rejected = rng.binomial(extra, judged), rng.binomial(noise, judged)
+    suggested = extra + noise
+    columns = [matched, matched + suggested + misplaced, labels, suggested, accepted + rejected, accepted]
+    precision = 7 * recall / (7 * recall + wrong + 0.3)
+    return np.stack(columns, axis=1).astype(float), (
+        precision,
+        recall,
+        2 * precision * recall / (precision + recall),
+    )
+
+
+@pytest.mark.parametrize(("share", "is_judged"), [(None, True), ((), True), ((), False)])
+def test_95_of_100_intervals_cover_the_quality_against_all_objects(share, is_judged):
+    covered = []
+    for seed in range(RUNS):
+        counts, truth = draw_counts(seed)
+        if share is not None:  # from an audit whose standard error is 0.03
+            middle = 0.6 + 0.03 * np.random.default_rng(seed + RUNS).normal()
+            share = (middle - 0.06, middle + 0.06)
+        estimates = estimate_quality(counts, share, is_judged).estimates.values()
+        covered.append([item.low <= true <= item.high for item, true in zip(estimates, truth, strict=True)])
+    shares = np.mean(covered, axis=0)
+    print(share, is_judged, shares)
+    assert (shares >= 0.92).all()
+
+
+def test_as_many_judgements_as_it_says_bring_the_interval_of_precision_to_three_points():
+    counts, _ = draw_counts(0, judged=0.1)
+    mores = [estimate_quality(draw_counts(seed, judged=0.1)[0], None, True).more for seed in range(20)]
+    share = 0.1 + np.median(mores) / counts[:, 3].sum()
+    halves = []
+    for seed in range(20):
+        precision = estimate_quality(draw_counts(seed, judged=share)[0], None, True).estimates["precision"]
+        halves.append((precision.high - precision.low) / 2)
+    print(mores, np.mean(halves))
+    assert min(mores) > 0 and np.mean(halves) == pytest.approx(PRECISE, abs=0.003)
+
+
+def test_judgements_cannot_replace_images():
+    assert estimate_quality(draw_counts(0, images=20)[0], None, True).more is None
+    assert estimate_quality(draw_counts(0, images=2000)[0], None, True).more == 0
