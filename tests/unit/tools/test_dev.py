@@ -41,8 +41,10 @@ def test_check_runs_style_and_types_and_reports_a_failure_after_all_of_them(chec
 
 
 def test_test_runs_the_fast_tests_or_those_that_are_named(checkout):
-    first, *_ = dev(checkout, "test").stdout.splitlines()
-    assert first.startswith("fake python -m pytest tests/property tests/unit -m not slow and not engine -n logical ")
+    words, *_ = dev(checkout, "test").stdout.splitlines()
+    assert first.startswith(
+        "fake python -m pytest tests/property tests/unit -m not slow and not engine -n logical "
+    )
     assert dev(checkout, "test", "tests/x y").stdout.splitlines()[0] == "fake python -m pytest tests/x y"
 
 
