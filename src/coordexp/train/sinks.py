@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,7 @@ class TensorBoard(Sink):
         repeated_from = None
         if state.global_step and events:
             folder, repeated_from = events[-1].parent, state.global_step + 1  # TensorBoard hides what is repeated
+        threading.excepthook = partial(_show_error, threading.excepthook)
         self.writer = SummaryWriter(str(folder), purge_step=repeated_from)
 
     def log(self, state: Any, values: dict[str, float]) -> None:
@@ -191,6 +192,13 @@ class TensorBoard(Sink):
 
     def end(self, state: Any) -> None:
         self.writer.close()
+
+
+def _show_error(show: Callable[[Any], None], error: Any) -> None:
+    """Show the error of a thread. That of TensorBoard's writer reaches the next call of the writer, which reports it
+    without a traceback."""
+    if type(error.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+        show(error)
 
 
 class Wandb(Sink):
