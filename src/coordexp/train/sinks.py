@@ -194,9 +194,8 @@ class TensorBoard(Sink):
         self.writer.close()
 
 
-def _show_error(show: Callable[[Any], None], error: Any) -> None:
-    """Show the error of a thread. That of TensorBoard's writer reaches the next call of the writer, which reports it
-    without a traceback."""
+def _show_error(show: Callable[[Any], object], error: Any) -> None:
+    """Show the error of a thread, unless TensorBoard's writer has ended: its next call raises that error."""
     if type(error.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
         show(error)
 
