@@ -318,7 +318,7 @@ def judge(warning: AnswerWarning, capsys, *logs: dict[str, float]) -> list[str]:
     return shown
 
 
-ODD = (
+ODD_ANSWERS = (
     ({"rollout__cut_off": 15, "rollout__looped": 9}, "12% are cut off or loop"),
     ({"rollout__unreadable": 22}, "11% cannot be read"),
     ({"parse__invalid": 50}, "25% of their objects are invalid"),
@@ -327,7 +327,7 @@ ODD = (
 )
 
 
-@pytest.mark.parametrize(("odd", "words"), ODD, ids=[words for _, words in ODD])
+@pytest.mark.parametrize(("odd", "words"), ODD_ANSWERS, ids=[words for _, words in ODD_ANSWERS])
 def test_the_first_200_answers_tell_whether_stage_1_is_ready(capsys, odd, words):
     empty = dict.fromkeys(COUNTED, 0.0) | {"rollout/answers": 150.0}
     first, second = judge(AnswerWarning(), capsys, empty, counters(50, **odd))
