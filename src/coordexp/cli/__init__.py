@@ -68,7 +68,7 @@ app = typer.Typer(
 # The panels of `coordexp --help`: each command with a line that fits, so that all of them fit a screen.
 PANELS: dict[str, dict[str, tuple[Callable[..., None] | typer.Typer, str]]] = {
     "Data and models": {
-        "data": (data.app, "import, doctor, clean, split, thin, view, suggest, complete, export"),
+        "data": (data.app, "import, doctor, clean, split, thin, view, suggest, audit, complete, export"),
         "demo": (demo.app, "model, scenes: made on the spot, to try everything with"),
         "model": (model.app, "add-coords, merge: prepare checkpoints"),
     },

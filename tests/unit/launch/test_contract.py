@@ -96,7 +96,7 @@ def test_the_launchers_preflight_and_the_trainer_it_starts_see_the_same_contract
     _, plan = preflight_sees["make_plan"]
     assert plan.learner.command[1:3] == ("-m", "coordexp")
     CliRunner().invoke(app, list(plan.learner.command[3:]), env=dict(plan.learner.env))
-    contract = trainer_gets["step"].rollout_matching_cfg
+    contract = trainer_gets["steps"].rollout_matching_cfg
     assert type(contract) is RolloutContract
     assert set(preflight_sees) == {"make_plan", "model_problems", "port_problems", "memory_problems"}
     for part, (seen, _) in preflight_sees.items():

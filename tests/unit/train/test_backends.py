@@ -17,7 +17,7 @@ def prepared(tmp_path, monkeypatch, **changes):
     """Return the settings of a run with servers, and its backend."""
     servers = {"mode": "server", "server": {"servers": SERVERS}}
     settings, given = handed_over(tmp_path, monkeypatch, rollout_matching__vllm=servers, **changes)
-    backend = given["step"].rollouts.backend
+    backend = given["steps"].rollouts.backend
     assert isinstance(backend, ServerBackend)
     return settings, backend
 
@@ -40,7 +40,7 @@ def test_rollouts_and_evaluation_decode_by_decode_batch_size_whatever_the_evalua
 ):
     changes = {"rollout_matching__rollout_backend": "hf", "rollout_matching__decode_batch_size": 3}
     _, given = handed_over(tmp_path, monkeypatch, training__per_device_eval_batch_size=7, **changes)
-    assert given["step"].rollouts.backend.decode_batch_size == 3
+    assert given["steps"].rollouts.backend.decode_batch_size == 3
 
 
 @pytest.mark.scenario("R09.C1", on="fake")
@@ -65,7 +65,7 @@ def test_a_fallback_of_a_colocated_run_changes_the_sync_mode_of_the_manifest(tmp
         model__adapter={"rank": 4, "alpha": 8, "train_coord_rows": False},
         rollout_matching__vllm={"mode": "colocate", "enable_lora": True, "sync": {"mode": "auto"}},
     )
-    backend = given["step"].rollouts.backend
+    backend = given["steps"].rollouts.backend
     assert isinstance(backend, ColocateBackend)
     facts = describe_rollouts(settings, backend)
     assert (facts["mode"], facts["sync_mode"], facts["fallbacks"]) == ("colocate", "adapter", [])
