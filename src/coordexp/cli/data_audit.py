@@ -63,6 +63,7 @@ def audit(
         answer = "no" if p < incomplete.P_RANDOM else "nothing speaks against it"
         out.print(f"  by {by:<10} {answer} (p = {p:.3f}; most are missing of {group})", markup=False)
     if any(p < incomplete.P_RANDOM for p, _ in result.tests.values()):
-        interval = f"{result.share.low:.2f} {result.share.high:.2f}"
-        out.print(f"so recall on the labels is not that on all objects: `evaluate --labelled-share {interval}`")
+        interval = f"{max(0.01, result.share.low):.2f} {max(0.01, result.share.high):.2f}"
+        options = f"--judged FOLDER --labelled-share {interval}"
+        out.print(f"so recall on the labels is not that on all objects: `evaluate {options}`", markup=False)
     out.print(Text(f"closing_weight: {max(0.1, round(result.share.value, 1))}", style="bold"))

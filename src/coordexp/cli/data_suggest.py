@@ -80,6 +80,8 @@ def suggest(
     if preds is not None and asking:
         option = next(iter(asking)).replace("_", "-")
         raise UserError(f"--{option} has no effect with --preds", "leave it out, or give --model instead")
+    if shuffle and samples:
+        raise UserError("--shuffle is for an audit, which is about one answer per image", "leave out --samples")
     from coordexp.detect.suggestions import SuggestionRules
 
     comparison = asdict(SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive, shuffle=shuffle))

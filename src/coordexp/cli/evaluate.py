@@ -102,7 +102,8 @@ def _estimate_quality(
         out.print(f"  {name:<10} {estimate}")
     if judged is not None:
         more = "judge more images" if quality.more is None else f"judge {quality.more:,} more suggestions"
-        out.print(f"  to know precision to 3 points, {more}")
+        known = "precision is known to 3 points"
+        out.print(f"  {known}" if quality.more == 0 else f"  to know precision to 3 points, {more}")
     return asdict(quality)
 
 

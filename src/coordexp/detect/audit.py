@@ -28,6 +28,12 @@ def read_judgements(suggestions: Path, decisions: Path, report: EvaluationReport
             f"{decisions}: {left:,} of {len(scores):,} suggestions are undecided, and the others may differ",
             "decide about all of them, or make them in random order with `coordexp data suggest --shuffle`",
         )
+    first = min({suggestion.id for suggestion in file.suggestions} - decided.keys(), default=0)
+    if decided and 0 < first < max(decided):
+        raise UserError(
+            f"{decisions}: suggestion {first} is undecided, and later ones are not: those do not stand for all",
+            "decide about all up to the last decided one; the page shows undecided ones of all classes and scores",
+        )
     by_image: dict[int, list[Suggestion]] = {}
     for suggestion in file.suggestions:
         by_image.setdefault(suggestion.image_id, []).append(suggestion)
@@ -54,13 +60,14 @@ def list_audited_objects(report: EvaluationReport, judgements: Judgements) -> li
     suggestions. A label is found if it matches a predicted object."""
     objects = []
     for number, (image, judged) in enumerate(zip(report.images, judgements, strict=True)):
-        comparison, found = image.comparison, {j for _, j in image.pairs}
+        comparison, found = image.comparison, {j: i for i, j in image.pairs}
         if comparison.record.expression is not None:
             continue
         states: list[tuple[State, LabelledShape]] = [
-            ("found" if j in found else "unseen", item) for j, item in enumerate(comparison.true)
-        ]
-        states += [(state, comparison.predicted[k]) for k, state in judged]
+            ("found", comparison.predicted[found[j]]) if j in found else ("unseen", item)
+            for j, item in enumerate(comparison.true)
+        ]  # a found one has its predicted shape, as suggestions do, so that sizes are compared by one measure
+        states += [(state, comparison.predicted[k]) for k, state in judged if k in image.false_positives]
         pixels = comparison.record.width * comparison.record.height
         objects += [
             AuditedObject(number, item.shape.box_area / pixels, item.desc, state) for state, item in states

@@ -172,7 +172,8 @@ def compare_shares(groups: Sequence[tuple[str, Floats, Floats]]) -> tuple[float,
     excess -= excess.sum(axis=1, keepdims=True) * known.sum(axis=0) / known.sum()
     total = excess.sum(axis=0)
     statistic = float(total @ np.linalg.pinv(excess.T @ excess, hermitian=True) @ total)
-    ratio = statistic * (images - freedom) / (freedom * (images - statistic))  # Hotelling's
+    rest = max(images - statistic, 1e-9 * images)  # 0 if the groups differ alike in all images
+    ratio = statistic * (images - freedom) / (freedom * rest)  # Hotelling's
     least = kept[int(np.argmin(labelled.sum(axis=0) / known.sum(axis=0)))][0]
     return float(f.sf(ratio, freedom, images - freedom)), least
 
@@ -196,14 +197,21 @@ def estimate_quality(counts: Floats, share: tuple[float, float] | None, is_judge
     sums, images = counts.sum(axis=0), len(counts)
     middle = share and sum(share) / 2
     values, variances = jackknife(counts, lambda rows: _quality(rows, middle, is_judged))
-    if share is not None:
-        low, high = (_quality(sums, end, is_judged) for end in share)
-        variances += ((high - low) / (2 * student(images))) ** 2
     trials = np.maximum(1, [sums[1], sums[2], sums[1] + sums[2]])
     columns = zip(values.tolist(), variances.tolist(), trials.tolist(), strict=True)
     estimates = [wilson(*column, images) for column in columns]
+    if share is not None:
+        ends = np.sort([_quality(sums, end, is_judged) for end in share], axis=0).T.tolist()
+        estimates = [_widen(one, *pair) for one, pair in zip(estimates, ends, strict=True)]
     named = dict(zip(("precision", "recall", "f1"), estimates, strict=True))
     return Quality(named, _count_more(counts) if is_judged else None)
+
+
+def _widen(one: Estimate, low: float, high: float) -> Estimate:
+    """Return the estimate with an interval that includes the values at both ends of the labelled share, too."""
+    below = math.hypot(one.value - one.low, one.value - low)
+    above = math.hypot(one.high - one.value, high - one.value)
+    return Estimate(one.value, max(0.0, one.value - below), min(1.0, one.value + above))
 
 
 def _quality(sums: Floats, share: float | None, is_judged: bool) -> Floats:

@@ -32,7 +32,15 @@ CELLS = 2_000_000  # drawn at a time
 MIN_SEEDS = 3
 MAX_UNDEFINED = 0.05  # of resamples in which the denominator of a rate is 0; with more, it has no interval
 
-NEED_ALL_LABELS = ("f1", "precision", "ap", "over_count", "boxes_on_empty", "absent_classes")  # how names begin
+NEED_ALL_LABELS = (
+    "f1",
+    "precision",
+    "ap",
+    "over_count",
+    "boxes_on_empty",
+    "absent_classes",
+    "unknown_class",
+)  # how names begin
 INCOMPLETE = (
     "Labels are incomplete (custom.val_labels). F1, precision, AP and some rates of behaviour take an object "
     "without a label for a mistake, and are called neither better nor worse: use `coordexp evaluate --judged`."

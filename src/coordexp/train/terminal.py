@@ -155,7 +155,8 @@ class AnswerWarning(Sink):
             advice = NOT_READY if self._is_first else RUN_AWAY
             count = f"{self._sums['rollout/answers']:,}"
             say(f"warning: step {state.global_step}: of the last {count} answers, {', '.join(problems)}; {advice}")
-        self._is_first, self._warned = False, bool(problems)
+        # The first warning is about Stage 1, and does not stand for one that answers run away.
+        self._is_first, self._warned = False, bool(problems) and not self._is_first
         self._sums.clear()
 
 

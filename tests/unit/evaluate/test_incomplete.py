@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from coordexp.evaluate.incomplete import P_RANDOM, PRECISE, AuditedObject, audit, estimate_quality
+from coordexp.evaluate.incomplete import (
+    P_RANDOM,
+    PRECISE,
+    AuditedObject,
+    audit,
+    compare_shares,
+    estimate_quality,
+)
 
 IMAGES, RUNS = 50, 200
 AREA = (0.001, 0.3)  # of an image
@@ -132,3 +139,16 @@ def test_as_many_judgements_as_it_says_bring_the_interval_of_precision_to_three_
 def test_judgements_cannot_replace_images():
     assert estimate_quality(draw_counts(0, images=20)[0], None, True).more is None
     assert estimate_quality(draw_counts(0, images=2000)[0], None, True).more == 0
+
+
+@pytest.mark.parametrize("images", [5, 51, 54])
+def test_a_class_that_is_never_labelled_is_not_missing_at_random_even_if_all_images_are_alike(images):
+    all_of, none = np.full(images, 3.0), np.zeros(images)
+    p, least = compare_shares([("always", all_of, all_of), ("never", none, np.ones(images))])
+    assert p < 0.001 and least == "never"
+
+
+def test_the_interval_of_precision_reaches_what_each_end_of_the_labelled_share_gives():
+    counts = np.array([[3.0, 4.0, 4.0, 0.0, 0.0, 0.0]] * 25)  # 75 of 100 predictions match a label
+    precision = estimate_quality(counts, (0.5, 0.9), is_judged=False).estimates["precision"]
+    assert precision.value == 1.0 and precision.low < 75 / 0.9 / 100

@@ -344,6 +344,8 @@ def test_answers_that_run_away_later_give_one_warning_until_they_are_sound_again
     away, sound = counters(200, rollout__cut_off=50), counters(200, match__matched=0)
     shown = judge(AnswerWarning(), capsys, sound | {"match/matched": 600.0}, away, away, sound, away)
     assert [bool(text) for text in shown] == [False, True, False, False, True]
+    weak = counters(200, match__matched=280)
+    assert [bool(text) for text in judge(AnswerWarning(), capsys, weak, away, away)] == [True, True, False]
     resumed = AnswerWarning()
     resumed.begin(at(7))
     assert judge(resumed, capsys, sound, away) == ["", shown[1]]
