@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordexp.answers.match import MatchResult, find_repeats, have_same_name, match_answer, pairwise_iou
+from coordexp.answers.match import MatchResult, find_repeats, match_answer, pairwise_iou, without_other_names
 from coordexp.answers.parse import ParsedRollout, parse_rollout
 from coordexp.answers.segment import FieldOrder, Segment, serialise
 from coordexp.answers.table import VocabularyTable
@@ -85,9 +85,8 @@ def find_agreed(
         return ()
     things = [*(thing for _, thing in objects), *truth]
     iou = pairwise_iou([thing.geometry for thing in things], settings.maskiou_resolution)[: len(objects)]
-    if settings.match_classes != "any":
-        names = [thing.desc for thing in things]
-        iou = np.where(have_same_name(names[: len(objects)], names), iou, 0.0)
+    names = [thing.desc for thing in things]
+    iou = without_other_names(iou, names[: len(objects)], names, settings)
     is_free = np.logical_not((iou[:, len(objects) :] >= settings.maskiou_gate).any(axis=1))
     is_same = iou[:, : len(objects)] >= settings.correction.duplicate_iou
     agreed = []

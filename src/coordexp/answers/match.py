@@ -92,6 +92,11 @@ def have_same_name(left: Names, right: Names) -> NDArray[np.bool_]:
     return same
 
 
+def without_other_names(iou: Floats, left: Names, right: Names, settings: RolloutMatching) -> Floats:
+    """Return the IoU of the pairs, but 0 where names differ, unless objects of all classes are compared."""
+    return iou if settings.match_classes == "any" else np.where(have_same_name(left, right), iou, 0.0)
+
+
 def assign(iou: Floats, feasible: NDArray[np.bool_], unmatched_cost: float) -> list[tuple[int, int]]:
     """Return the feasible pairs with the lowest total cost.
 

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordexp.answers.entries import Span
-from coordexp.answers.match import MatchResult, find_repeats, have_same_name, match_objects, pairwise_iou
+from coordexp.answers.match import MatchResult, find_repeats, match_objects, pairwise_iou, without_other_names
 from coordexp.answers.parse import ParsedRollout
 from coordexp.answers.segment import (
     SUPERVISED_ROLE,
@@ -170,8 +170,7 @@ def _match_agreed(
     own = [shapes[i] for i in extras], [names[i] for i in extras]
     match = match_objects(own[0], agreed_shapes, settings, (own[1], agreed_names))
     iou = pairwise_iou([*shapes, *agreed_shapes], settings.maskiou_resolution)[len(shapes) :, : len(shapes)]
-    if settings.match_classes != "any":
-        iou = np.where(have_same_name(agreed_names, names), iou, 0.0)
+    iou = without_other_names(iou, agreed_names, names, settings)
     repeats = set(np.nonzero(iou >= settings.correction.duplicate_iou)[0].tolist())
     return {extras[i]: agreed[j] for i, j in match.pairs}, [agreed[j] for j in match.missed if j not in repeats]
 

@@ -60,11 +60,11 @@ def list_audited_objects(report: EvaluationReport, judgements: Judgements) -> li
     suggestions. A label is found if it matches a predicted object."""
     objects = []
     for number, (image, judged) in enumerate(zip(report.images, judgements, strict=True)):
-        comparison, found = image.comparison, {j: i for i, j in image.pairs}
+        comparison, matches = image.comparison, {j: i for i, j in image.pairs}
         if comparison.record.expression is not None:
             continue
         states: list[tuple[State, LabelledShape]] = [
-            ("found", comparison.predicted[found[j]]) if j in found else ("unseen", item)
+            ("found", comparison.predicted[matches[j]]) if j in matches else ("unseen", item)
             for j, item in enumerate(comparison.true)
         ]  # a found one has its predicted shape, as suggestions do, so that sizes are compared by one measure
         states += [(state, comparison.predicted[k]) for k, state in judged if k in image.false_positives]

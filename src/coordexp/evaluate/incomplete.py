@@ -202,24 +202,25 @@ def estimate_quality(counts: Floats, share: tuple[float, float] | None, is_judge
     estimates = [wilson(*column, images) for column in columns]
     if share is not None:
         ends = np.sort([_quality(sums, end, is_judged) for end in share], axis=0).T.tolist()
-        estimates = [_widen(one, *pair) for one, pair in zip(estimates, ends, strict=True)]
+        estimates = [_widen(estimate, *pair) for estimate, pair in zip(estimates, ends, strict=True)]
     named = dict(zip(("precision", "recall", "f1"), estimates, strict=True))
     return Quality(named, _count_more(counts) if is_judged else None)
 
 
-def _widen(one: Estimate, low: float, high: float) -> Estimate:
+def _widen(estimate: Estimate, low: float, high: float) -> Estimate:
     """Return the estimate with an interval that includes the values at both ends of the labelled share, too."""
-    below = math.hypot(one.value - one.low, one.value - low)
-    above = math.hypot(one.high - one.value, high - one.value)
-    return Estimate(one.value, max(0.0, one.value - below), min(1.0, one.value + above))
+    value = estimate.value
+    below = math.hypot(value - estimate.low, value - low)
+    above = math.hypot(estimate.high - value, high - value)
+    return Estimate(value, max(0.0, value - below), min(1.0, value + above))
 
 
 def _quality(sums: Floats, share: float | None, is_judged: bool) -> Floats:
     matched, predicted, true, suggested, judged, accepted = np.moveaxis(sums, -1, 0)
     right = matched + suggested * accepted / np.maximum(judged, 1) if is_judged else matched / (share or 1)
-    found = matched if share is None else right * share
+    hits = matched if share is None else right * share
     precision = np.minimum(1, right / np.maximum(predicted, 1))
-    recall = np.minimum(1, found / np.maximum(true, 1))
+    recall = np.minimum(1, hits / np.maximum(true, 1))
     return np.stack([precision, recall, 2 * precision * recall / np.maximum(precision + recall, 1e-9)], axis=-1)
 
 

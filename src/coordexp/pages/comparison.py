@@ -143,27 +143,20 @@ def compare_groups(
             images = [(image_id, record) for image_id, record in truth if image_id in answered]
             counts.setdefault(group.letter, []).append(count_by_image(images, answers))
     notify(f"{resamples} resamples")
-    base = groups[0]
-    comparisons = tuple(
-        GroupComparison(
-            base,
-            other,
-            (
-                *bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples),
-                *_read_average_precision(base, other, steps),
-            ),
-        )
-        for other in groups[1:]
-    )
-    notes = _note_different_steps(groups, steps)
+    base, notes = groups[0], _note_different_steps(groups, steps)
+    biased: tuple[str, ...] = ()
     if not all(run.has_complete_labels for group in groups for run in group.runs):
-        comparisons = tuple(
-            replace(
-                one, rows=tuple(replace(row, is_biased=row.name.startswith(NEED_ALL_LABELS)) for row in one.rows)
-            )
-            for one in comparisons
-        )
+        biased = NEED_ALL_LABELS
         notes.append(INCOMPLETE)
+
+    def compare_with_base(other: RunGroup) -> GroupComparison:
+        rows = bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples)
+        rows += _read_average_precision(base, other, steps)
+        return GroupComparison(
+            base, other, tuple(replace(row, is_biased=row.name.startswith(biased)) for row in rows)
+        )
+
+    comparisons = tuple(map(compare_with_base, groups[1:]))
     return ComparisonResult(len(evaluated), resamples, steps, comparisons, tuple(notes))
 
 
