@@ -3,12 +3,16 @@
 python benchmarks/colocate.py            a table
 python benchmarks/colocate.py --json     {name: {"value": x, "goal": y, "ok": true}}
 
-Each figure is a ratio within one run, of the medians of calls that take turns: - tokens per second of the
-backend, compared with `LLM.generate` on the same requests with the images in memory. Caches are emptied before
-each call. - bytes per second of a sync (from the learner's weights to a committed version), compared with a copy
-of the same bytes within the learner. Measured on a model of 460 MB, and on the demo model of 2 MB, where the
-cost of calls dominates. - the share of a training step that the sync takes, in Stage 2 of the demo. - the CPU
-seconds until an engine is ready, compared with a bare engine with the same settings, each in its own process.
+Each figure is a ratio within one run, of the medians of calls that take turns:
+
+- tokens per second of the backend, compared with `LLM.generate` on the same requests with the images in memory.
+  Caches are emptied before each call.
+- bytes per second of a sync (from the learner's weights to a committed version), compared with a copy of the same
+  bytes within the learner. Measured on a model of 460 MB, and on the demo model of 2 MB, where the cost of calls
+  dominates.
+- the share of a training step that the sync takes, in Stage 2 of the demo.
+- the CPU seconds until an engine is ready, compared with a bare engine with the same settings, each in its own
+  process.
 """
 
 import json

@@ -49,7 +49,7 @@ from coordexp.objective.split import Split, SplittingHead
 
 VOCABULARY, TOKENS, SUPERVISED, HIDDEN = 152_704, 16_000, 0.07, 64
 MANY_SUPERVISED = 0.25
-PROJECTIONS = ("all", "supervised", "float32", "chunks")
+PROJECTIONS = {"all": 1, "supervised": 1, "float32": 3, "chunks": 3}  # how often each is measured
 FIRST_COORD = VOCABULARY - 1_061
 DECLARED = (on_both_channels(TOKEN_CE, desc_ce_weight=1.0), on_both_channels(COORD_REG))
 
@@ -159,7 +159,7 @@ def run_padded_step(tiny: Tiny, examples: list[Example], inputs: dict[str, Any],
 
 def measure(progress: Progress) -> dict[str, dict[str, Any]]:
     task = progress.add_task("projection", total=4)
-    runs = {where: [run_projection(where) for _ in range(3)] for where in PROJECTIONS}
+    runs = {where: [run_projection(where) for _ in range(repeats)] for where, repeats in PROJECTIONS.items()}
     middle = {
         where: {key: statistics.median(result[key] for result in results) for key in ("seconds", "gigabytes")}
         for where, results in runs.items()
