@@ -489,7 +489,7 @@ def simulate(setup: Setup, constants: Constants, steps: int = 24, seed: int = 1)
             began, trained, waited, samples, behind = world.clock.now, 0.0, 0.0, 0, 0
             sync_before, busy_before = world.sync_seconds, list(_busy(world))
         syncs, since = world.sync_seconds, world.clock.now
-        world.ranks_in_turn.run([source.begin_step for source in sources])
+        world.ranks_in_turn.run([source.make_rollouts for source in sources])
         batches = [[source.next_micro_batch() for _ in range(setup.accumulation)] for source in sources]
         waited += world.clock.now - since - (world.sync_seconds - syncs)
         rows = [

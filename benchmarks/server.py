@@ -6,8 +6,8 @@ python benchmarks/server.py --json     {name: {"value": x, "goal": y, "ok": true
 The benchmark starts a real `coordexp serve` and uses the client of the learner. The figures are ratios within
 one run, of the medians of calls that take turns:
 
-- tokens per second of served rollouts, compared with `LLM.generate` of a bare engine with the same settings and the
-  images in memory. Caches are emptied before each call.
+- tokens per second of served rollouts, compared with `LLM.generate` of a bare engine with the same settings and
+  the images in memory. Caches are emptied before each call.
 - the time of a request outside the server's handler: its share of the client, HTTP and JSON.
 - bytes per second of a sync (from the learner's weights to a version that is committed and read back), compared
   with a gloo broadcast of the same tensors to a process that discards them. Measured on a model of 460 MB, and on

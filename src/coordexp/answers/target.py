@@ -7,12 +7,12 @@ object that it was matched with, or its own bin where the object was missed. An 
 false positive, has no loss at all. The text of missed objects has a loss, and that of matched ones as the policy
 says. The closing brace and the end of turn have one.
 
-Under the specified policy the text of the rollout is kept as it is, up to the point from which it can be
-continued, and the missed objects are appended. The ids before that point are the rollout's own. If it falls inside
-a token, the kept part of that token is encoded together with the continuation. For example, if the answer ended
-with the single token `}}` and an object was missed, its first brace is kept and encoded together with the comma
-that follows, as `},`. That is how the model would have written it, so it learns to continue where it stopped.
-Stage 1 is the same with an empty rollout.
+Under the specified policy (`CorrectionPolicy.is_specified`), the text of the rollout is kept as it is, up to the
+point from which it can be continued, and the missed objects are appended. The ids before that point are the
+rollout's own. If it falls inside a token, the kept part of that token is encoded together with the continuation.
+For example, if the answer ended with the single token `}}` and an object was missed, its first brace is kept and
+encoded together with the comma that follows, as `},`. That is how the model would have written it, so it learns to
+continue where it stopped. Stage 1 is the same with an empty rollout.
 
 Under any other policy the answer is rebuilt: objects are removed, inserted or moved. It is plain JSON in the
 project's own format, numbered from 1. It has every true object exactly once: as the model wrote it if it was

@@ -10,6 +10,7 @@ import logging
 import os
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -100,7 +101,7 @@ class RunningPart:
     that do not end by themselves, and have not left its process group, are killed before that."""
 
     def __init__(self, part: Part, token: str | None, log: Log, on_end: Callable[["RunningPart"], None]) -> None:
-        self.name, self.code = part.name, 0
+        self.name, self.code, self.began = part.name, 0, time.monotonic()
         self._has_ranks = part.ranks
         self.last: deque[str] = deque(maxlen=LAST_LINES)
         self._process = subprocess.Popen(  # noqa: S603 - the plan's own commands

@@ -32,7 +32,8 @@ class Patience:
     start_s: float = 1800.0  # until all servers answer
     learner_s: float = 900.0  # for the learner to finish its step and save, which may be 70 GB
     server_s: float = 20.0  # for the servers to end in order
-    back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; there are no more restarts
+    back_off_s: tuple[float, ...] = (1.0, 5.0, 25.0)  # before each restart of a server; there are no more in a row
+    stable_s: float = 600.0  # a server that ran so long before it ended starts this row anew
 
 
 class Interrupted(Exception):
@@ -134,11 +135,13 @@ class Launch:
                 return 1
 
     def _schedule_restart(self, part: RunningPart) -> None:
+        if time.monotonic() - part.began >= self._patience.stable_s:
+            self._restarts[part.name] = 0
         number, most = self._restarts[part.name], len(self._patience.back_off_s)
         ending = f"{part.name} ended with exit code {part.code} while the learner runs"
         if number == most:
             self._repeat_last_lines(part)
-            self._log.say(f"{ending}; it was restarted {most} times, and is given up", logging.ERROR)
+            self._log.say(f"{ending}; it was restarted {most} times in a row, and is given up", logging.ERROR)
             return
         wait = self._patience.back_off_s[number]
         self._restarts[part.name] = number + 1

@@ -67,7 +67,7 @@ def token_ce(
     """Cross entropy of the next token over the full vocabulary. Structure, desc and end of turn are separate
     terms, so that each has a weight of its own."""
     values = split(1.0).cross_entropy()
-    return {name: _measure(values, s, allowed & has_role(s, TOKEN_CE.terms[name].roles)) for name in sorted(terms)}
+    return {name: sum_over(values, s, allowed & has_role(s, TOKEN_CE.terms[name].roles)) for name in sorted(terms)}
 
 
 def coord_reg(
@@ -93,7 +93,7 @@ def coord_reg(
         values["w1"] = wasserstein(log_p.exp(), q)
     measures = {name: Measure((value * weights).sum(), here.sum()) for name, value in values.items()}
     if "text_gate" in terms:
-        measures["text_gate"] = _measure(at_temperature.text_gate(), s, allowed & has_role(s, TEXT_ROLES))
+        measures["text_gate"] = sum_over(at_temperature.text_gate(), s, allowed & has_role(s, TEXT_ROLES))
     return measures
 
 
@@ -104,7 +104,7 @@ def bbox_geo(
     both terms are divided by a number of coordinates, like the terms of the other modules."""
     from torchvision.ops import complete_box_iou_loss
 
-    sides = _boxes(s, allowed)
+    sides = find_boxes(s, allowed)
     p = split(1.0).coord[sides].softmax(-1)
     boxes = (p * torch.arange(BINS, device=p.device, dtype=p.dtype)).sum(-1)
     truth, weights = s.coord_targets[sides].to(boxes), s.weights[sides]
@@ -144,7 +144,7 @@ def number_ce(
     config: Any, terms: frozenset[str], split: Split, s: Supervision, allowed: Tensor
 ) -> dict[str, Measure]:
     """Cross entropy of the digits of native answers, over the full vocabulary."""
-    return {"ce": _measure(split(1.0).cross_entropy(), s, allowed & has_role(s, COORD_ROLES))}
+    return {"ce": sum_over(split(1.0).cross_entropy(), s, allowed & has_role(s, COORD_ROLES))}
 
 
 def chat_ce(
@@ -152,7 +152,7 @@ def chat_ce(
 ) -> dict[str, Measure]:
     """Cross entropy of the next token over the full vocabulary, at the answers of chat records."""
     here = allowed & has_role(s, ANSWER_ROLES)
-    return {"answer_ce": _measure(split(1.0).cross_entropy(), s, here)}
+    return {"answer_ce": sum_over(split(1.0).cross_entropy(), s, here)}
 
 
 def soft_target(targets: Tensor, sigma: float, truncate: int | None) -> Tensor:
@@ -182,7 +182,7 @@ def wasserstein(p: Tensor, q: Tensor) -> Tensor:
     return cumulative.abs().sum(-1) / (BINS - 1)
 
 
-def _boxes(s: Supervision, allowed: Tensor) -> Tensor:
+def find_boxes(s: Supervision, allowed: Tensor) -> Tensor:
     """Return the positions of the sides of each box, as [boxes, 4], for boxes whose positions are all allowed."""
     where = torch.nonzero(s.sides)[:, 0]
     is_whole = len(where) % 4 == 0
@@ -205,8 +205,8 @@ def has_role(s: Supervision, roles: frozenset[Role]) -> Tensor:
     return functools.reduce(torch.logical_or, [s.roles == role for role in sorted(roles)])
 
 
-def _measure(values: Tensor, s: Supervision, mask: Tensor) -> Measure:
-    """Return the weighted sum of the values at the positions in `mask`."""
+def sum_over(values: Tensor, s: Supervision, mask: Tensor) -> Measure:
+    """Return the weighted sum of the values at the positions in `mask`, and the number of these positions."""
     return Measure((values[mask] * s.weights[mask]).sum(), mask.sum())
 
 

@@ -4,6 +4,11 @@ Every rank asks the servers itself (`asking`). Only the senders connect to them 
 of the servers (`sender`): the first rank alone, or `sync.senders` ranks. All collectives are here, on the main
 thread: `_on_senders` shares what the senders find out and do with all ranks, so that these always agree on which
 servers may be asked.
+
+When a server fails while it answers, `Generation` gives its requests to the other servers of its rank at once. At
+the end of the step all ranks hear of it, and leave the server out (`finish`, `_leave_out`). A server that fails
+while it gets weights is left out, too, and the others go on. Each later sync tries to find it again
+(`_update_pool`). It is asked again once it has all weights of that sync.
 """
 
 import itertools

@@ -176,12 +176,12 @@ def examine_server(client: ServerClient, learner: EngineSetup, devices: Sequence
             f"{client.name}: /get_world_size/ says {size}, but /version/ says {version.world_size}",
             "this should not happen; start the server again",
         )
-    check_version(client.name, version, learner, devices)
+    check_server(client.name, version, learner, devices)
     client.facts = ServerFacts(size, version.max_model_len, version.boot)
     return client.facts
 
 
-def check_version(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
+def check_server(server: str, version: ServerVersion, learner: EngineSetup, devices: Sequence[str]) -> None:
     """Raise EngineError unless the server has the learner's model, dtype, length and guard, on other devices."""
     if difference := model_difference(model_fingerprint(learner.folder, learner.image_size), version.model):
         raise EngineError(

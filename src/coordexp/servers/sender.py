@@ -249,7 +249,7 @@ def send(
     that adapter. Raise EngineError if a weight has a NaN or an Inf; its bucket is not sent to any server.
     `others_wait` says that other ranks gather the weights together with this one."""
     began, total, broken = time.monotonic(), 0, None
-    steps = _Steps(links, began + seconds, others_wait or len(links) > 1)
+    steps = _SharedSteps(links, began + seconds, others_wait or len(links) > 1)
     memory = [torch.empty(0, dtype=torch.uint8, device=device)] * BUFFERS
     most = GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
     nothing_after: list[Bucket] = [[]]
@@ -280,7 +280,7 @@ def send(
     return Sent(steps.errors, total, time.monotonic() - began)
 
 
-class _Steps:
+class _SharedSteps:
     """The steps that all servers of a pass take at the same time. A server that fails at one is left out of the
     next. With `others_wait`, other servers or senders wait, and one that takes more than half of the time that is
     left is left out, too."""

@@ -65,9 +65,10 @@ class RolloutSource:
                 "set stage2.max_staleness: 0, or use rollout servers (rollout_matching.vllm.mode: server)",
             )
 
-    def begin_step(self) -> None:
-        """Begin the next optimizer step. All ranks call this together, since generation may contain collectives.
-        If the step takes rollouts, all of its samples are planned now, and its rollouts are there afterwards."""
+    def make_rollouts(self) -> None:
+        """Begin the next optimizer step. If it takes rollouts, plan all of its samples, give the engine the
+        current weights, and let it answer all of them, unless that was done ahead of time. All ranks call this
+        together, since generation may contain collectives."""
         if self._ahead:
             step = self._ahead.popleft()
         elif self.encoder.takes_rollouts(self.stream.next_step):

@@ -1,7 +1,7 @@
 """One optimizer step on one rank: rollouts, examples, rows, losses and gradients.
 
 The Hugging Face Trainer has the loop, the optimizer and the schedule. Once per optimizer step it calls
-`begin_next`, which makes the rows of all micro-steps. Then it gets each row with `load`, computes its loss with
+`make_rows`, which makes the rows of all micro-steps. Then it gets each row with `load`, computes its loss with
 `compute_loss`, and runs the backward pass. The losses of all rows are shares of one sum, so their gradients add up
 to that of the step.
 """
@@ -57,10 +57,10 @@ class OptimizerSteps:
         self.set_tally = SetTally(objective, set_names) if set_names else None
         self.tokens = self.steps = 0  # since the last report
 
-    def begin_next(self, device: torch.device) -> tuple[Sequence[Rows], Tensor]:
-        """Return the rows of the next optimizer step, by micro-step, and how many tokens of each kind their
-        answers have on all ranks. All ranks call this together. Rollouts that are made ahead are asked for last,
-        because the examples of this step decide how many samples the next one takes."""
+    def make_rows(self, device: torch.device) -> tuple[Sequence[Rows], Tensor]:
+        """Make the rows of the next optimizer step. Return them by micro-step, and how many tokens of each kind
+        their answers have on all ranks. All ranks call this together. Rollouts that are made ahead are asked for
+        last, because the examples of this step decide how many samples the next one takes."""
         self.metrics.begin_step()
         micro_steps = self._together(self.collect_examples)
         rows = [self._split_rows(examples) for examples in micro_steps]
@@ -82,7 +82,7 @@ class OptimizerSteps:
         examples that waited since an earlier step, so each micro-step is packed before the next one is taken."""
         micro_steps = []
         with self.rollouts.backend.session():
-            self.rollouts.begin_step()
+            self.rollouts.make_rollouts()
             for _ in range(self.stream.accumulation):
                 batch, rollouts = self.rollouts.next_micro_batch()
                 examples = self.encoder.encode(batch, rollouts)
@@ -97,7 +97,7 @@ class OptimizerSteps:
 
     def compute_loss(self, model: Any, row: Row, counts: Tensor, number: int) -> Tensor:
         """Return the share that a row has in the loss of the optimizer step `number`, which is counted from 1.
-        `counts` are those that `begin_next` returned."""
+        `counts` are those that `make_rows` returned."""
         request = self.objective.request_split(row.supervision)
         with self.head.splitting(request):
             split = Split(model(**row.inputs).logits[0], request.temperatures)

@@ -2,7 +2,7 @@
 
 In every optimizer step, the Trainer calls these methods of `RowTrainer`:
 
-1. `get_batch_samples` calls `OptimizerSteps.begin_next`, which makes the rows of all micro-steps.
+1. `get_batch_samples` calls `OptimizerSteps.make_rows`, which makes the rows of all micro-steps.
 2. `training_step`, once per micro-step, trains on its rows: `compute_loss` runs the forward pass, and the Trainer
    the backward pass.
 3. `_get_grad_norm`, after the last micro-step, checks loss, logits and gradient norm. Then the optimizer steps.
@@ -83,7 +83,7 @@ class RowTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Return the rows of one optimizer step, by micro-step, and their token counts over all ranks. The Trainer
         calls this before the first micro-step; `epoch_iterator` is not used."""
-        micro_steps, counts = self.steps.begin_next(device)
+        micro_steps, counts = self.steps.make_rows(device)
         assert len(micro_steps) == num_batches
         return micro_steps, counts
 

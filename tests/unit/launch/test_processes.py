@@ -230,16 +230,26 @@ def test_a_server_that_ends_is_restarted_a_few_times_and_then_given_up(tmp_path)
         assert run.wait() == 1, run.text
         assert run.text.count("started server 0") == 3
         assert "restart 2 of 2 in 0.2 s" in run.text
-        assert "it was restarted 2 times, and is given up" in run.text
+        assert "it was restarted 2 times in a row, and is given up" in run.text
         assert "no rollout server is left" in run.text
         assert "learner  | saved" in run.text
+
+
+def test_a_server_that_ran_for_long_can_be_restarted_as_often_again(tmp_path):
+    with launch(SAVES, [fake("--die-when", str(tmp_path / "now"))], back_off_s=[0.1], stable_s=0.0) as run:
+        run.read_until("training")
+        (tmp_path / "now").touch()
+        for _ in range(3):
+            run.read_until("restart 1 of 1")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 0, run.text
 
 
 def test_a_learner_continues_with_the_remaining_servers(tmp_path):
     with launch(SAVES, [fake("--die-when", str(tmp_path / "now")), fake()], back_off_s=[0.1]) as run:
         run.read_until("training")
         (tmp_path / "now").touch()
-        run.read_until("it was restarted 1 times, and is given up")
+        run.read_until("it was restarted 1 times in a row, and is given up")
         assert "saved" not in run.text
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 0, run.text

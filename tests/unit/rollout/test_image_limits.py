@@ -16,7 +16,7 @@ from coordexp.errors import EngineError, UserError
 from coordexp.rollout.prompt import PromptBuilder, load_processor, read_image_size
 from coordexp.rollout.start import EngineSetup
 from coordexp.servers.app import _describe
-from coordexp.servers.links import check_version
+from coordexp.servers.links import check_server
 from tests.integration.stage2_runs import MODEL
 from tests.unit.config.trees import load, only_problem, stage2
 
@@ -78,11 +78,11 @@ def test_a_learner_refuses_a_server_whose_limits_in_force_are_others(tmp_path):
         return EngineSetup(folder, "float32", RolloutMatching(), table, device, image_size=size)
 
     limited, usual = setup(MODEL, limits(max_pixels=LIMIT)), setup(MODEL, {})
-    check_version("server 0", _describe(limited, 512), limited, [])
-    check_version("server 0", _describe(setup(tmp_path, {}), 512), limited, [])
+    check_server("server 0", _describe(limited, 512), limited, [])
+    check_server("server 0", _describe(setup(tmp_path, {}), 512), limited, [])
     for server, learner in ((limited, usual), (usual, limited)):
         with pytest.raises(EngineError, match=r"image_size.longest_edge is \d+ there and \d+ here") as error:
-            check_version("server 0", _describe(server, 512), learner, [])
+            check_server("server 0", _describe(server, 512), learner, [])
         assert "model.path, max_pixels and min_pixels" in error.value.fix
 
 

@@ -100,7 +100,7 @@ class Learner:
         """Return what is trained on in each step: images, ids and versions, by micro-step."""
         trained = []
         for _ in range(steps):
-            self.source.begin_step()
+            self.source.make_rollouts()
             rows, versions = [], []
             for _ in range(self.stream.accumulation):
                 batch, rollouts = self.source.next_micro_batch()
@@ -197,7 +197,7 @@ def test_without_rollouts_each_micro_batch_is_planned_when_the_one_before_it_is_
     plan, pack = "plan_micro_step", "pack"
     assert events == ([plan, plan, pack, pack] if b_ratio else [plan, pack, plan, pack]) * 2
     if not b_ratio:
-        learner.source.begin_step()
+        learner.source.make_rollouts()
         learner.source.next_micro_batch()
         with pytest.raises(AssertionError, match="packed"):
             learner.source.next_micro_batch()
