@@ -20,12 +20,12 @@ HEADER = """\
 A config is a YAML file. `extends` names one or more files, relative to the config, whose values it starts from.
 Later files win, mappings are merged, lists are replaced as a whole. Environment variables are not interpolated.
 Scalars follow YAML 1.2 (`1e-5` is a number, `no` is text). Unknown keys, keys that are written twice and values of
-the wrong type are errors; those of renamed keys say what to write. `coordexp check --config FILE --all` shows
-every value and where it came from. Paths are relative to the folder that a command is run in. An editor completes
-and checks a config that begins with `# yaml-language-server: $schema=FILE`, where FILE was written by
+the wrong type are errors; those of renamed keys say what to write. Paths are relative to the folder that a command
+is run in. `coordexp check --config FILE --all` shows every value and where it came from. An editor completes and
+checks a config that begins with `# yaml-language-server: $schema=FILE`, where FILE was written by
 `coordexp check --schema > FILE`.
-Behind each key stand its values and its default. `null` means that the key is not set; where only `true` or
-`false` stands, the key takes both.
+The brackets after a key have its values and its default. `null`: the key is not set. `true` or `false` alone:
+the key takes both.
 """
 
 TRANSFORMERS = "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"

@@ -5,6 +5,7 @@ python tools/reference.py
 
 import ast
 import builtins
+import copy
 import inspect
 import json
 import re
@@ -118,8 +119,8 @@ def render_cli() -> Iterator[str]:
     for line, count in uses.most_common():
         if count > 2:
             common.setdefault(names[line], line)
-    yield "`coordexp COMMAND --help` prints the same in a terminal, and more. Arguments, in capitals, stand before"
-    yield "options, in the order of this page. The default of an option is in brackets.\n"
+    yield "`coordexp COMMAND --help` prints the same, and more. Arguments, in capitals, stand before options, in"
+    yield "the order of this page. The default of an option is in brackets.\n"
     yield "## In several commands\n"
     yield from [*common.values(), ""]
     for name, command in commands.items():
@@ -127,10 +128,9 @@ def render_cli() -> Iterator[str]:
         yield f"{escape(inspect.cleandoc(command.help or '').partition(chr(10) * 2)[0])}\n"
         shared = [option for option, line in lines[name].items() if common.get(option) == line]
         own = [line for option, line in lines[name].items() if option not in shared]
+        first_names = ", ".join(option.partition(",")[0] for option in shared)
         yield from [*own, ""] if own else []
-        yield from [f"{'Also' if own else 'Has'} {', '.join(shared)}.\n"] if shared else []
-        inner = getattr(command, "commands", {})
-        yield from [f"Commands: {', '.join(map(code, sorted(inner)))}.\n"] if inner else []
+        yield from [f"{'Also' if own else 'Has'} {first_names}.\n"] if shared else []
 
 
 def _walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -195,8 +195,8 @@ def describe_type(item: Any) -> str:
 
 
 def render_python() -> Iterator[str]:
-    yield "What you call, with the first sentence of each docstring; `help(NAME)` prints the rest. Modules are"
-    yield "named without `coordexp.`: `detect.detector` is `coordexp.detect.detector`.\n"
+    yield "What you call, with the first sentence of each docstring; `help(NAME)` prints the rest, and the types"
+    yield "of all arguments. Modules are named without `coordexp.`: `errors` is `coordexp.errors`.\n"
     for heading, sentence, names in PYTHON_IN_FULL:
         yield f"## {heading}\n\n{sentence}\n"
         for entry in names:
@@ -240,14 +240,23 @@ def _render_definition(module: str, name: str) -> Iterator[str]:
 
 
 def _render_line(module: str, name: str) -> str:
-    """Return a line about a function, or about a class with the names of its fields."""
+    """Return a line about a function, or about a class with the names of its fields. It has no types."""
     origin, node = _find_definition(module, name)
     called = _find_start(node) if isinstance(node, ast.ClassDef) else node
     if called:
-        shown = format_signature(called, name, width=10_000)
+        shown = format_signature(_without_types(called), name, width=10_000)
     else:
         shown = f"class {name}({', '.join(field.partition(':')[0] for field in _fields_of(node))})"
     return f"- `{shown}` in `{origin}`. {_summarise(node)}".rstrip()
+
+
+def _without_types(node: Any) -> Any:
+    """Return a copy of a function whose arguments have no types."""
+    copied = copy.deepcopy(node)
+    for argument in ast.walk(copied.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return copied
 
 
 def _format_class(node: ast.ClassDef) -> str:
@@ -369,17 +378,17 @@ def render_metrics() -> Iterator[str]:
     yield "`metrics.jsonl` in the run folder, TensorBoard and Weights & Biases have these names."
     yield "[Training](../training.md#what-a-run-reports) explains the most important ones.\n"
     yield "## Every line\n"
-    yield from render_meanings("metric", text.OTHER_METRICS)
+    yield from render_meanings(text.OTHER_METRICS)
     for heading, (sentence, group) in groups.items():
         yield f"## {heading}\n\n{sentence}\n"
         shown = {name: meanings[name] for name in group if name not in reasons}
-        yield from render_meanings("metric", shown | (described if reasons & set(group) else {}))
+        yield from render_meanings(shown | (described if reasons & set(group) else {}))
     scores = [f"{name}{part}" for name in MEASURES for part in ("", "_50", "_95")]
     check_names("EVALUATION", [*scores, "mean_iou", *NAMES.values()], text.EVALUATION)
     yield "## Evaluation\n\nThe same names without `eval_` are in the report of `coordexp evaluate --out`"
     yield "([evaluation](../evaluation.md)). A share of nothing is left out.\n"
     evaluated = text.EVALUATION | text.OTHER_EVALUATION | DEFINITIONS
-    yield from render_meanings("metric", {f"eval_{name}": meaning for name, meaning in evaluated.items()})
+    yield from render_meanings({f"eval_{name}": meaning for name, meaning in evaluated.items()})
     yield "## The learner, for Prometheus\n\nIn `metrics.prom` of the run folder"
     yield "([monitoring](../operations.md#monitoring)).\n"
     help_texts = read_constant("train.sinks", "HELP")
@@ -563,19 +572,19 @@ def render_files() -> Iterator[str]:
     yield "A chat record:\n"
     yield from _render_keys(records.ChatRecord, text.CHAT_KEYS)
     yield "## Predictions\n\n`coordexp predict --out preds.json` ([predict and evaluate](../evaluation.md)).\n"
-    yield from render_meanings("file", text.PREDICTIONS)
+    yield from render_meanings(text.PREDICTIONS)
     for heading, kind, keys in (
         ("A line of `preds.answers.jsonl`:\n", ImageAnswer, text.ANSWER_KEYS),
         ("Each of its `objects`:\n", AnswerObject, text.ANSWER_OBJECT_KEYS),
     ):
         yield heading
         check_names(kind.__name__, [item.name for item in fields(kind)], keys)
-        yield from render_meanings("key", keys)
+        yield from render_meanings(keys)
     yield "## The run folder\n\n`training.output_dir`. N is a number. [Training](../training.md#the-run-folder)"
     yield "says what happens to these files in a crash, on a full disk and at a resume.\n"
-    yield from render_meanings("file", text.RUN_FOLDER)
+    yield from render_meanings(text.RUN_FOLDER)
     yield "## A checkpoint\n\n`checkpoint-N` in the run folder. `coordexp verify` checks its manifest.\n"
-    yield from render_meanings("file", text.CHECKPOINT)
+    yield from render_meanings(text.CHECKPOINT)
     yield "## Dumped examples\n\nA line of `dumps/step-N.jsonl` and of `dumps/trained-N.jsonl`:"
     yield "[dumps](../training.md#dumps).\n"
 
@@ -606,9 +615,9 @@ def check_names(table: str, names: Sequence[str], meanings: Mapping[str, str]) -
         raise ValueError(f"tools/reference_text.py, {table}: not the names of the code: {sorted(difference)}")
 
 
-def render_meanings(column: str, meanings: Mapping[str, str]) -> Iterator[str]:
-    rows = [(code(name), escape(meaning)) for name, meaning in meanings.items()]
-    return render_table((column, "meaning"), rows)
+def render_meanings(meanings: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"- `{name}`: {escape(meaning)}" for name, meaning in meanings.items())
+    yield ""
 
 
 def render_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

@@ -238,7 +238,7 @@ ANSWER_OBJECT_KEYS = {
 
 # Files of a run folder. A test compares them with what runs leave; N is a number and NAME a word.
 RUN_FOLDER = {
-    "resolved.yaml": "the complete config as it ran; it can be run again",
+    "resolved.yaml": "the complete config as it ran, with the commit of a hub model; it can be run again",
     "run.lock": "process and host of the run that holds the folder, or of the last one that did",
     "run.json": "one entry per start: command, versions, commit, data files with hashes, loss terms, rollouts",
     "metrics.jsonl": "one JSON object per line of the log; [metrics](metrics.md)",

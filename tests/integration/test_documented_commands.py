@@ -88,7 +88,7 @@ def check_documented(run: Path) -> None:
     paths = (str(file.relative_to(run)) for file in run.rglob("*") if file.is_file())
     files = {re.sub(r"^checkpoint-\d+/", "", path) for path in paths}
     for page, names in (("metrics.md", metrics), ("files.md", files)):
-        rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/reference" / page).read_text(), re.MULTILINE)
+        rows = re.findall(r"^- `([^`]+)`: ", (ROOT / "docs/reference" / page).read_text(), re.MULTILINE)
         known = [re.escape(row).replace("NAME", "[^/]+") for row in rows]  # N is a number, NAME a word
         known = [re.sub(r"(?<![A-Za-z])N(?![A-Za-z])", r"\\d+", pattern) for pattern in known]
         assert not [name for name in names if not any(re.fullmatch(pattern, name) for pattern in known)], page

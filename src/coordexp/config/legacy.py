@@ -25,6 +25,11 @@ REMOVED = {
     "rollout_matching.post_rollout_pack_scope": "remove it: packing always works on one micro-step; "
     "training.packing turns it on",
     "rollout_matching.rollout_buffer": "remove it: rollouts are never reused; each is trained on at most once",
+    "rollout_matching.optimal_transport.max_iterations": "remove it: it is always 10,000",
+    "rollout_matching.optimal_transport.tolerance": "remove it: it has the value of its former default",
+    "rollout_matching.vllm.enable_prefix_caching": "remove it: prefixes are always cached",
+    "custom.on_checkpoint": "remove it: a checkpoint is complete once it has a manifest.json, so a program "
+    "beside the run can wait for that file",
     "rollout_matching.vllm.engine_args.quantization": "remove it: a weight sync replaces every weight of the "
     "engine by its name, and quantised layers have scales that no learner sends; engine_args.kv_cache_dtype: fp8 "
     "halves the memory of the KV cache",

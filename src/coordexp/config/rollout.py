@@ -153,7 +153,7 @@ class VLLM(SettingsSection):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.45
     """Share of the memory of each GPU that the engine may use. On a CPU: of the machine's memory."""
     tensor_parallel_size: PositiveInt | None = Field(None, examples=[1])
-    """GPUs per engine. Unset: 1 in a server, else the greatest common divisor of 4 and the learner world size."""
+    """GPUs per engine. Unset: 1 in a server, else the largest of 4, 2 and 1 that divides the learner ranks."""
     data_parallel_size: PositiveInt = Field(1, examples=[1])
     """Engine replicas in one rollout server, each on `tensor_parallel_size` GPUs of its own. The server
     distributes requests among them. Server mode only."""
@@ -210,28 +210,23 @@ class CorrectionPolicy(SettingsSection):
     duplicates: Literal["keep", "remove"] = "keep"
     """Objects that repeat an earlier one of the same answer: keep them, or remove them."""
     duplicate_iou: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """An object is a duplicate if it overlaps an earlier one of the same answer, of any class unless
-    `match_classes` says otherwise, by at least this IoU. An object that matches a true one is never a duplicate,
-    and others that overlap it are."""
+    """The IoU with an earlier object of the same answer that makes an object a duplicate, unless it matches a true
+    object."""
     extras: Literal["keep", "remove_exhaustive", "remove"] = "keep"
     """Objects that match no true object and are not duplicates: keep them without supervision, remove those of
     classes that their record lists as `exhaustive`, or remove them all. With `choice.rule: union`, `remove` keeps
     those that `choice.votes` answers have."""
     insertion: Literal["append", "in_order", "reading_order"] = "append"
-    """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them; an
-    extra stays behind the true object that it followed. `reading_order`: the same, but an extra goes to its place
-    by top edge, then by left edge. It is for data in that order."""
+    """Where missed objects go. `append`: at the end of the answer. `in_order`: where the ground truth has them.
+    `reading_order`: the same for data in that order; extras go to their place by top edge, then left edge."""
     supervise: Literal["missed", "matched", "matched_with_desc"] = "missed"
     """The text that is supervised. `missed`: that of missed objects. `matched`: also the structure of matched
-    objects. `matched_with_desc`: also the `desc` of matched objects, which is the true one in place of their own.
-    The coordinates of missed and matched objects are always supervised."""
+    objects. `matched_with_desc`: also their `desc`, which is replaced by the true one."""
     closing_weight: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Weight of the loss on the closing brace of an answer. With incomplete labels every answer teaches to close,
-    but only labelled objects to go on: a weight near the share of labelled objects restores the balance. It also
-    holds for answers that are made from labels, as in Stage 1."""
+    """Weight of the loss on the closing brace of an answer, in Stage 1 too. With incomplete labels, the share of
+    labelled objects balances what answers teach about going on and closing."""
     added_policy: AddedPolicy = None
-    """A correction policy of another installed package, with its name and its settings (docs/extending.md). It
-    revises the list of objects that the other settings lead to."""
+    """A correction policy of another installed package, with its name and its settings (docs/extending.md)."""
 
     @property
     def is_specified(self) -> bool:
@@ -298,8 +293,8 @@ class RolloutMatching(SettingsSection):
     """Minimum mask IoU of a matched pair."""
     match_classes: Literal["any", "prefer", "same"] = "any"
     """Whether classes count when objects are compared. `any`: only shapes do. `prefer`: objects of one class are
-    matched first, then what is left of all classes. `same`: only objects of one class are matched. With the last
-    two, only objects of one class are duplicates of each other."""
+    matched first, then the rest. `same`: only objects of one class are matched. With the last two, duplicates are
+    of one class, too."""
     maskiou_resolution: Annotated[int, Field(ge=16, le=4096)] = 256
     """Side of the square canvas for mask IoU, in pixels. 1000 is exact for boxes."""
     fp_cost: NonNegativeFloat = 1.0

@@ -299,6 +299,21 @@ def test_removed_rollout_keys_are_refused(key, value):
     assert "remove it" in message
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("custom.on_checkpoint", "my_package:upload"),
+        ("rollout_matching.optimal_transport.max_iterations", 200),
+        ("rollout_matching.optimal_transport.tolerance", 1e-6),
+        ("rollout_matching.vllm.enable_prefix_caching", True),
+    ],
+)
+def test_a_key_of_release_0_1_that_is_gone_is_refused_with_what_to_do(key, value):
+    path, message = only_problem(stage2(**{key.replace(".", "__"): value}))
+    assert path == key
+    assert "remove it" in message
+
+
 @pytest.mark.scenario("R15.S1", on="pure")
 def test_more_learner_ranks_than_decoding_slots_are_refused():
     two_servers = [SERVER, {"base_url": "http://127.0.0.1:8001", "group_port": 51217}]
