@@ -7,13 +7,15 @@ It needs TRL (tested: trl 1.16.0 with datasets 5.2.0), which is not part of the 
 GRPOTrainer samples the answers with transformers and makes the updates. The prompt and the evaluation are those of
 `coordexp train`, and the reward counts objects as the evaluation does.
 
-In every step the model answers each of `--images-per-step` images `--group` times. The reward of an answer is its
-F1 at IoU 0.5 with class against the labels of its image. Its advantage is (reward - mean of the group) / (standard
-deviation of the group + 1e-4), for all of its tokens. The loss is the mean over all tokens of the step (the
-normalisation of DAPO; GRPO's first version took the mean over the tokens of each answer first), plus `--kl` times
-the k3 estimate of the divergence from the first weights (as published with GRPO; by default, TRL multiplies it by
-the probability ratio). Answers that are cut off are trained on like the others. The optimizer is AdamW without
-weight decay, with gradients clipped to a norm of 1, 10 warm-up steps and a cosine schedule. Weights are float32.
+In every step the model answers each of `--images-per-step` images `--group` times. The reward of an answer is
+its F1 at IoU 0.5 with class against the labels of its image. With `--ignore-unmatched`, predictions that overlap
+no label by half do not count, because their labels may be missing. Its advantage is (reward - mean of the group)
+/ (standard deviation of the group + 1e-4), for all of its tokens. The loss is the mean over all tokens of the
+step (the normalisation of DAPO; GRPO's first version took the mean over the tokens of each answer first), plus
+`--kl` times the k3 estimate of the divergence from the first weights (as published with GRPO; by default, TRL
+multiplies it by the probability ratio). Answers that are cut off are trained on like the others. The optimizer
+is AdamW without weight decay, with gradients clipped to a norm of 1, 10 warm-up steps and a cosine schedule.
+Weights are float32.
 
 The folder gets `metrics.jsonl` with a line per step (`reward`, `rollout/mean_tokens`, `generated_tokens` so far,
 `kl` and others of TRL) and a line per evaluation, named as in training (`eval_f1_50`); the predictions of every
@@ -53,6 +55,7 @@ from coordexp.train.folder import fingerprint, git_state
 from coordexp.train.sinks import MetricsFile
 
 WARMUP_STEPS = 10
+IOU = 0.5  # of the reward
 DECODE_BATCH = 64  # images that an evaluation answers at once
 # The numbers that are printed, with their formats.
 SHOWN = dict.fromkeys(("eval_f1_50", "eval_recall_50", "eval_precision_50", "reward"), ".3f")
@@ -83,6 +86,7 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=0.2, help="Matters only with several updates per batch.")
     parser.add_argument("--max-new-tokens", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ignore-unmatched", action="store_true", help="The reward is for incomplete labels.")
     parser.add_argument("--eval-every", type=int, help="Steps. Without it: at the start and at the end only.")
     return parser.parse_args(arguments)
 
@@ -155,7 +159,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
         processing_class=processor,
         args=config,
         train_dataset=make_dataset(records, question),
-        reward_funcs=F1Reward(records, table).score,
+        reward_funcs=F1Reward(records, table, options.ignore_unmatched).score,
         callbacks=[Journal(options.out / "metrics.jsonl", evaluation, options.eval_every or options.steps)],
     )
     trainer.remove_callback(PrinterCallback)
@@ -178,8 +182,8 @@ class F1Reward:
     """Rewards answers with their F1, and counts the generated tokens as `rollout/tokens` of `coordexp train` does:
     without the end of turn."""
 
-    def __init__(self, records: RecordFile, table: VocabularyTable) -> None:
-        self.records, self.table = records, table
+    def __init__(self, records: RecordFile, table: VocabularyTable, ignore_unmatched: bool = False) -> None:
+        self.records, self.table, self.ignore_unmatched = records, table, ignore_unmatched
         self.generated_tokens = 0
 
     def score(
@@ -198,21 +202,30 @@ class F1Reward:
         log_metric("rollout/mean_tokens", tokens / len(answers))
         log_metric("generated_tokens", self.generated_tokens)
         truth = [self.records.read_with_image_id(k) for k in index]
-        return [reward_answer(ids, *image, self.table) for ids, image in zip(answers, truth, strict=True)]
+        return [
+            reward_answer(ids, *image, self.table, self.ignore_unmatched)
+            for ids, image in zip(answers, truth, strict=True)
+        ]
 
     def _cut_at_end(self, ids: Sequence[int]) -> list[int]:
         stop = self.table.end_of_turn
         return list(ids[: ids.index(stop)] if stop in ids else ids)
 
 
-def reward_answer(ids: Sequence[int], image_id: int, record: Record, table: VocabularyTable) -> float:
+def reward_answer(
+    ids: Sequence[int], image_id: int, record: Record, table: VocabularyTable, ignore_unmatched: bool = False
+) -> float:
     """Return F1 at IoU 0.5 with class, as evaluation counts it for this image. An answer that cannot be read has
-    no objects, so its F1 is 0. Where there is nothing to detect, a complete answer without objects gets 1."""
+    no objects, so its F1 is 0. Where there is nothing to detect, a complete answer without objects gets 1.
+    `ignore_unmatched` leaves out predictions that overlap no label; repeats and wrong names still count."""
     rollout = Rollout.of(table, (), ids, [0.0] * len(ids), "stop")
     answer = build_answer(image_id, record.image, rollout, CoordTokenAnswers(table))
     (comparison,) = compare_images([(image_id, record)], [answer])
-    (pairs,) = match_image(comparison, thresholds=(0.5,)).with_class
-    f1 = MatchCounts(len(pairs), len(comparison.predicted), len(comparison.true)).f1
+    (pairs,) = match_image(comparison, thresholds=(IOU,)).with_class
+    predicted = len(comparison.predicted)
+    if ignore_unmatched and comparison.overlap.size:
+        predicted = int((comparison.overlap >= IOU).any(axis=1).sum())
+    f1 = MatchCounts(len(pairs), predicted, len(comparison.true)).f1
     return float(_is_empty_answer(ids, table)) if f1 is None else f1
 
 

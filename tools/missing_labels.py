@@ -2,17 +2,16 @@
 
     python tools/missing_labels.py --complete train-complete.jsonl --data train.jsonl --preds preds.json
 
-`--data` has the records of `--complete` without some of their labels, as `tools/study.py data` writes them. The
+`--data` has the records of `--complete` without some of their labels, as `coordexp data thin` writes them. The
 predictions are those of `coordexp predict --data train.jsonl`, and each row is a way to rank the suggestions that
 `coordexp data suggest` makes of them. A suggestion is right if it has the class of a removed label and overlaps it
-by half, and no better suggestion has that label. `--records 301:1000` takes these answers only.
+by half, and no better suggestion has that label.
 """
 
 import argparse
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import get_args
 
@@ -20,11 +19,11 @@ from coordexp.answers.match import pairwise_iou
 from coordexp.data import Record, RecordFile, TrueObject
 from coordexp.detect.suggestions import RESOLUTION, Ranking, Suggestion, SuggestionRules, suggest_labels
 from coordexp.evaluate import read_predictions, read_truth
-from coordexp.evaluate.answer import ImageAnswer
 from coordexp.evaluate.predictions import Truth, read_samples
 
 PRECISION = 0.9  # that the best suggestions should have
-IOU = 0.5
+IOU = 0.5  # of a right suggestion and the label
+SAME_IOU = 0.3  # of `coordexp data suggest`
 HEADS = ("ranking", "suggestions", "precision", "removed labels found", "first 10 %", "top at 90 %", "found there")
 
 
@@ -101,34 +100,17 @@ def main() -> None:
     for name in ("--complete", "--data", "--preds"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--samples", type=int, default=0, help="Also with this many sampled answers per image.")
-    parser.add_argument("--records", default="1:", help="The answers to measure, from and to, counted from 1.")
-    parser.add_argument("--iou", type=float, nargs="+", default=[0.3])
-    parser.add_argument("--other-iou", type=float, nargs="+", default=[0.3])
     options = parser.parse_args()
     truth, complete = (read_truth(RecordFile(path)) for path in (options.data, options.complete))
-    first, _, last = options.records.partition(":")
     answers = read_predictions(options.preds, truth)
-    chosen = answers[int(first) - 1 : int(last or len(answers))]
-    ids = [answer.image_id for answer in chosen]
-    kept = [(id, record) for id, record in truth if id in set(ids)]
-    sampled = read_all_samples(options.preds, options.samples, [answer.image_id for answer in answers], set(ids))
+    ids = {answer.image_id for answer in answers}
+    kept = [(id, record) for id, record in truth if id in ids]
+    sampled = read_samples(options.preds, options.samples, [*ids]) if options.samples else []
     print(f"{len(ids)} images\n\n| {' | '.join(HEADS)} |\n|{' --- |' * len(HEADS)}")
-    for iou, other in itertools.product(options.iou, options.other_iou):
-        for ranking in get_args(Ranking) if sampled else ("score",):
-            rules = SuggestionRules(iou, other, ranking=ranking)
-            report = suggest_labels(kept, [*chosen, *sampled], rules)
-            print(
-                format_row(
-                    f"{ranking}, IoU {iou:g}, other classes {other:g}", measure(kept, complete, report.suggestions)
-                )
-            )
-
-
-def read_all_samples(preds: Path, count: int, ids: Sequence[int], wanted: set[int]) -> list[ImageAnswer]:
-    """Return the sampled answers to the images that are measured."""
-    if not count:
-        return []
-    return [answer for sample in read_samples(preds, count, ids) for answer in sample if answer.image_id in wanted]
+    for ranking in get_args(Ranking) if sampled else ("score",):
+        rules = SuggestionRules(SAME_IOU, SAME_IOU, ranking=ranking)
+        report = suggest_labels(kept, [*answers, *chain(*sampled)], rules)
+        print(format_row(ranking, measure(kept, complete, report.suggestions)))
 
 
 if __name__ == "__main__":

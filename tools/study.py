@@ -1,496 +1,282 @@
-"""Compare Stage 2 with Stage 1 continued on several kinds of data, with seeds, and print tables of the results.
+"""Compare Stage 2 with other ways to train on incomplete labels, with paired seeds, and print tables.
 
     python tools/study.py headline --out STUDY
+    python tools/study.py run --out STUDY [--regimes missing-50 complete] [--seeds 0 1 2] [--arms ...] [--jobs 2]
+    python tools/study.py table --out STUDY [--regimes missing-50]
 
-    python tools/study.py data  --out STUDY --regime missing-50
-    python tools/study.py start --out STUDY --regime missing-50
-    python tools/study.py run   --out STUDY --regime missing-50 --variant continued stage2 --seeds 0 1 2 --jobs 2
-    python tools/study.py answer --out STUDY --regime missing-50 --of stage2 --name dedup --predict '--dedup 0.5'
-    python tools/study.py table --out STUDY --regime missing-50
+Run it from the root of the repository. `run` makes all arms of all regimes, in the order in which they answer the
+main question, or a part of them, and whatever they need. `headline` makes the main result of docs/results.md from
+nothing: two starts, the model before them, Stage 1 continued, Stage 2, and their table. What is complete is never
+repeated, and what was interrupted is resumed when the same command is given again. Everything is kept:
 
-Run it from the root of the repository. `headline` makes the main result of docs/results.md from nothing: two
-starts, the model before them, Stage 1 continued, Stage 2, and their table. The other commands make what they need
-and do not find: `run` makes the start, and `start` the data. What is complete is never repeated, and what was
-interrupted is resumed when the same command is given again. Everything is kept:
+    STUDY/scenes/, STUDY/base/        images and labels (`tools/study_data.py`), and the model before all starts
+    STUDY/before/                     the answers of that model
+    STUDY/REGIME/SEED/start/          Stage 1 on the labels of the regime; all arms of the seed begin with it
+    STUDY/REGIME/SEED/ARM/            config.yaml, run/ of `coordexp train`, log.txt, seconds.jsonl
+    STUDY/REGIME/SEED/ARM/test/       its answers to test.jsonl
 
-    STUDY/sources/, STUDY/REGIME/data/             images and records (`tools/study_data.py`)
-    STUDY/REGIME/before-start/                     the model that the start is trained from, and its answers
-    STUDY/REGIME/start/                            Stage 1 on the labels of the regime; all runs begin with it
-    STUDY/REGIME/steps-STEPS/VARIANT-SEED/         a run folder of `coordexp train`
-    STUDY/REGIME/steps-STEPS/VARIANT-SEED/test/    its answers to test.jsonl, and what `coordexp evaluate` says
-
-During a run, val.jsonl is evaluated. Choose settings there (`table --split val`) and report test.jsonl (`table`).
+A seed chooses the labels that are removed, the order of the start and the order of the arms. All starts are
+trained from one model: that of `--from`, or a base that learns from random weights on other images with half of
+their labels. The headline takes the model of examples/stage2-cpu, which has seen complete labels.
 """
 
 import argparse
-import fcntl
 import os
-import re
-import shlex
 import signal
-import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
-import yaml
-from study_data import REGIMES, find_complete, make_data
-from study_table import draw_curves, write_tables
+import frozen_rollouts
+from study_arms import (
+    ARMS,
+    BUILDS_ON,
+    COMPLETE_ARMS,
+    OPTIONAL_ARMS,
+    SELF_TRAINING,
+    Settings,
+    describe_arms,
+    parse_setting,
+    write_config,
+)
+from study_data import (
+    LESSONS,
+    REGIMES,
+    SIZES,
+    THINNED,
+    Lesson,
+    Size,
+    make_lesson,
+    make_scenes,
+    thin_labels,
+)
+from study_jobs import Command, Job, run_jobs
+from study_table import write_tables
 
 from coordexp.errors import UserError
-from coordexp.files import write_whole
-from coordexp.train.checkpoints import checkpoints, is_finished
+from coordexp.train.checkpoints import MANIFEST
 
 ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "examples/stage2-cpu/model"
-STAGE1_CONFIG = ROOT / "configs/demo/stage2-start-cpu.yaml"
-STAGE2_CONFIG = ROOT / "configs/demo/stage2-hf.yaml"
-START_STEPS = 700
-SAVE_EVERY = 50
-PREDICT_BATCH = 64
-FIRST_SEED = 100  # training.seed of seed 0
-POLL_S = 0.2
-EXPONENT = re.compile(r"[-+]?\d+e[-+]?\d+")  # a number for us, but text for PyYAML
-
-Settings = dict[str, Any]  # by dotted key
-
-# Up to 40 objects take 1,400 tokens. A step has half as many images as in other regimes, and more objects.
-LONG_ANSWERS: Settings = {
-    "global_max_length": 4096,
-    "rollout_matching.max_new_tokens": 1450,
-    "training.per_device_train_batch_size": 8,
-}
-SHORT_ANSWERS: Settings = {"rollout_matching.max_new_tokens": 400}
-ANSWERS = {"crowded": LONG_ANSWERS, "digits": LONG_ANSWERS}  # by source
-
-START: Settings = {
-    "custom.curriculum": [],
-    "training.learning_rate": 1e-3,
-    "training.warmup_steps": 20,
-}
-ALONE: Settings = {"custom.trainer_variant": "stage2_rollout_aligned", "stage2.b_ratio": None}
-TWO_CHANNELS: Settings = {"custom.trainer_variant": "stage2_two_channel", "stage2.b_ratio": 0.5}
-SLOW: Settings = {"training.learning_rate": 1e-4}
-FAST: Settings = {"training.learning_rate": 3e-4}
-FASTEST: Settings = {"training.learning_rate": 1e-3}  # that of the starts
-CORRECTION = "rollout_matching.correction"
-AS_SPECIFIED: Settings = {
-    f"{CORRECTION}.duplicates": "keep",
-    f"{CORRECTION}.extras": "keep",
-    f"{CORRECTION}.insertion": "append",
-    f"{CORRECTION}.supervise": "missed",
-}
-IN_ORDER: Settings = {
-    f"{CORRECTION}.duplicates": "remove",
-    f"{CORRECTION}.extras": "keep",
-    f"{CORRECTION}.insertion": "reading_order",
-    f"{CORRECTION}.supervise": "matched",
-}
-SAMPLED: Settings = {"rollout_matching.decoding.temperature": 0.7}
-BEST_OF_4: Settings = SAMPLED | {"rollout_matching.rollouts_per_sample": 4}
-
-# A key `objective.MODULE.KEY` sets the weight, or a key of the config, of a module of the objective.
-VARIANTS: dict[str, Settings] = {
-    "continued": TWO_CHANNELS | FASTEST | {"stage2.b_ratio": 0.0},
-    "stage2": ALONE | SLOW | AS_SPECIFIED,
-    "two-channel": TWO_CHANNELS | FAST | AS_SPECIFIED,
-    "append-clean": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.insertion": "append"},
-    "in-order": ALONE | SLOW | IN_ORDER,
-    "in-order-fast": ALONE | FAST | IN_ORDER,
-    "in-order-duplicates": ALONE
-    | SLOW
-    | IN_ORDER
-    | {f"{CORRECTION}.duplicates": "keep", f"{CORRECTION}.supervise": "missed"},
-    "in-order-desc": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.supervise": "matched_with_desc"},
-    "in-order-no-extras": ALONE | SLOW | IN_ORDER | {f"{CORRECTION}.extras": "remove"},
-    "in-order-two-channel": TWO_CHANNELS | FAST | IN_ORDER,
-    "in-order-sampled": ALONE | SLOW | IN_ORDER | SAMPLED,
-    "in-order-best-of-4": ALONE | SLOW | IN_ORDER | BEST_OF_4,
-    "in-order-union": ALONE | SLOW | IN_ORDER | BEST_OF_4 | {"rollout_matching.choice.rule": "union"},
-    "in-order-pseudo-labels": ALONE
-    | SLOW
-    | IN_ORDER
-    | BEST_OF_4
-    | {"rollout_matching.choice.rule": "union", "rollout_matching.choice.pseudo_labels": True},
-    "noise": ALONE | SLOW | IN_ORDER | {"rollout_matching.noise.enabled": True},
-    # What docs/correction.md recommends. The rest depends on the share of objects that are labelled.
-    "recommended": ALONE | FASTEST | IN_ORDER | {f"{CORRECTION}.supervise": "matched_with_desc"},
-}
-HEADLINE = ("continued", "recommended")
-HEADLINE_REGIME = "missing-50"
-HEADLINE_STEPS = 200
-DEDUP = ("--dedup", "0.5")
-
-
-@dataclass(frozen=True)
-class Job:
-    """Commands that run one after the other, and the file that gets their output."""
-
-    name: str
-    log: Path
-    commands: tuple[tuple[str, ...], ...]
-
-
-class RunningJob:
-    """A job that has begun. Its log is locked as long as a process of it lives, so nobody else makes the run."""
-
-    def __init__(self, job: Job, log: TextIO) -> None:
-        self.job, self._log = job, log
-        self._commands = deque(job.commands)
-        self._process = self._begin_next()
-
-    def poll(self) -> int | None:
-        """Return the exit code of the job if it has ended. Begin its next command if the last one succeeded."""
-        code = self._process.poll()
-        if code == 0 and self._commands:
-            self._process = self._begin_next()
-            return None
-        if code is not None:
-            self._log.close()
-        return code
-
-    def stop(self) -> None:
-        """Let the current command save what it has, and wait for its end."""
-        self._process.terminate()
-        self._process.wait()
-        self._log.close()
-
-    def _begin_next(self) -> subprocess.Popen[bytes]:
-        command = self._commands.popleft()
-        print(f"{time.strftime('%H:%M:%S')} {self.job.name}: {command[0]}", file=sys.stderr, flush=True)
-        return subprocess.Popen(
-            [sys.executable, "-m", "coordexp", *command],
-            stdout=self._log,
-            stderr=self._log,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the job
-        )
-
-
-def lock_log(file: Path) -> TextIO | None:
-    """Open a log to write to, or return None if another process makes the run."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    log = file.open("a")
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.close()
-        return None
-    return log
-
-
-def run_jobs(plans: Sequence[Job | None], side_by_side: int) -> None:
-    """Run all jobs; None stands for nothing left to do. If some fail, or another process runs them, run the others
-    all the same, and raise UserError at the end."""
-    jobs = [job for job in plans if job]
-    waiting, running = deque(jobs), list[RunningJob]()
-    failed, busy = list[Job](), list[Job]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < side_by_side:
-                job = waiting.popleft()
-                if log := lock_log(job.log):
-                    running.append(RunningJob(job, log))
-                else:
-                    busy.append(job)
-            time.sleep(POLL_S)
-            ended = [(process, code) for process in running if (code := process.poll()) is not None]
-            failed += [process.job for process, code in ended if code != 0]
-            for process, _ in ended:
-                running.remove(process)
-    finally:
-        for process in running:
-            process.stop()
-    if busy:
-        names = "; ".join(job.name for job in busy)
-        raise UserError(f"another process makes {names}", "wait until it ends, and give this command again")
-    if failed:
-        logs = ", ".join(str(job.log) for job in failed)
-        raise UserError(f"{len(failed)} of {len(jobs)} failed", f"see the end of {logs}")
+DEMO = ROOT / "configs/demo"
+EXAMPLE = ROOT / "examples/stage2-cpu/model"
+MAX_NEW_TOKENS = 400
+PREDICT = ("--batch", "64", "--max-new-tokens", str(MAX_NEW_TOKENS))
+# How self-training labels images: four answers, which close late. Two of them must have an object.
+ANSWERS = 4
+LABELLING = ("--stop-bias", "2", "--dedup", "0.5", "--samples", str(ANSWERS - 1), "--temperature", "0.7")
+TWO_AGREE = "0.26"  # the score of one answer is at most 1 / 4
+GRPO = ("--images-per-step", "2", "--group", "8", "--learning-rate", "3e-4", "--ignore-unmatched")
+START: Settings = {"custom.curriculum": [], "training.learning_rate": 1e-3, "training.warmup_steps": 20}
 
 
 @dataclass(frozen=True)
 class Study:
-    """The folder of a study and one of its regimes."""
+    """The folder of a study, its size, the model before all starts unless that is the base, and the Python that
+    has TRL, if any."""
 
     folder: Path
-    regime: str
+    size: Size
+    source: Path | None = None
+    trl: Path | None = None
 
     @property
-    def data(self) -> Path:
-        return self.folder / self.regime / "data"
+    def scenes(self) -> Path:
+        return self.folder / "scenes"
 
     @property
-    def start(self) -> Path:
-        return self.folder / self.regime / "start"
-
-    def choose_settings(self, variant: str) -> Settings:
-        """Return the settings of a variant for the labels of this regime."""
-        if variant != "recommended":
-            return VARIANTS[variant]
-        share = REGIMES[self.regime].labelled_share
-        extras = "remove" if share == 1 else "keep"
-        return VARIANTS[variant] | {f"{CORRECTION}.extras": extras, f"{CORRECTION}.closing_weight": share}
+    def before(self) -> Path:
+        """The model that all starts are trained from."""
+        *_, (name, lesson) = LESSONS.items()
+        return self.source or self.folder / "base" / name / f"run/checkpoint-{self.count_steps(lesson)}"
 
     @property
-    def answers(self) -> Settings:
-        """The settings that depend on the length of the answers."""
-        return ANSWERS.get(REGIMES[self.regime].source, SHORT_ANSWERS)
+    def before_is_made(self) -> Path:
+        """The file that is there when that model is."""
+        return self.before / ("config.json" if self.source else MANIFEST)
 
-    def make_data(self, train: int | None = None, held_out: int | None = None) -> None:
-        if not (self.data / "train.jsonl").is_file():
-            make_data(self.folder, self.regime, train, held_out)
+    def count_steps(self, lesson: Lesson) -> int:
+        return max(2, round(self.size.lesson_scale * lesson.steps))
 
-    def find_start(self) -> Path | None:
-        """Return the model that all runs of the regime begin with, or None if it is not complete."""
-        if self.regime == "few":
-            return MODEL
-        return find_result(self.start)
-
-    def plan_before_start(self) -> Job | None:
-        """Return what is left to do for the model that the start is trained from: answer the test images. It has
-        learned other scenes with all labels."""
-        if self.regime == "few":  # that model is the start
-            return None
-        return self.make_job("before the start", self.data.with_name("before-start"), MODEL, (), test=True)
-
-    def plan_start(self, steps: int, eval_every: int) -> Job | None:
-        """Return what is left to do for the start: train it on the labels of the regime, and answer the test
-        images."""
-        if self.regime == "few":  # its start is the model of the example
-            return self.make_job("start", self.start, MODEL, (), test=True)
-        settings = (
-            START | {"model.path": relative(MODEL)} | self.describe_run(self.start, steps, eval_every, seed=0)
-        )
-        config = write_config(self.start, STAGE1_CONFIG, settings)
-        commands = () if find_result(self.start) else (train(config),)
-        return self.make_job("start", self.start, self.start / f"checkpoint-{steps}", commands, test=True)
-
-    def plan_run(
-        self, name: str, seed: int, settings: Settings, *, steps: int, eval_every: int, test: bool = True
-    ) -> Job | None:
-        """Return what is left to do for a run, or None if it is complete."""
-        folder = self.folder / self.regime / f"steps-{steps}" / f"{name}-{seed}"
-        start = self.find_start()
-        assert start is not None
-        settings = self.describe_run(folder, steps, eval_every, seed) | settings
-        config = write_config(folder, STAGE2_CONFIG, {"model.path": relative(start)} | settings)
-        commands = () if find_result(folder) else (train(config),)
-        return self.make_job(f"{name}, seed {seed}", folder, folder / f"checkpoint-{steps}", commands, test=test)
-
-    def describe_run(self, folder: Path, steps: int, eval_every: int, seed: int) -> Settings:
-        """Return the settings of a run that are not those of its variant."""
-        return self.answers | {
-            "custom.train_jsonl": str(self.data / "train.jsonl"),
-            "custom.val_jsonl": str(self.data / "val.jsonl"),
-            "training.output_dir": str(folder),
-            "training.seed": FIRST_SEED + seed,
-            "training.max_steps": steps,
-            "training.eval_steps": eval_every,
-            "training.save_steps": SAVE_EVERY,
-            "training.save_total_limit": 1,
-            "training.report_to": "none",
-        }
-
-    def make_job(
-        self, name: str, folder: Path, model: Path, commands: tuple[tuple[str, ...], ...], *, test: bool
-    ) -> Job | None:
-        """Return the job that trains with `commands` and then answers and evaluates the test images, if it has
-        anything to do."""
-        if test:
-            commands += tuple(self.list_answer_commands(model, folder, "test"))
-        return Job(f"{self.regime}: {name}", add_suffix(folder, ".log"), commands) if commands else None
-
-    def plan_answers(
-        self, name: str, seed: int, of: str, *, steps: int, splits: Sequence[str], options: Sequence[str]
-    ) -> Job | None:
-        """Return the job that answers images with the result of a run, with other options than `run` has."""
-        runs = self.folder / self.regime / f"steps-{steps}"
-        folder, model = runs / f"{name}-{seed}", runs / f"{of}-{seed}" / f"checkpoint-{steps}"
-        if not is_finished(model):
-            raise UserError(f"{model} does not exist", f"make it with `study.py run --variant {of}` first")
-        commands = [
-            command for split in splits for command in self.list_answer_commands(model, folder, split, options)
-        ]
-        log = add_suffix(folder, ".log")
-        return Job(f"{self.regime}: {name}, seed {seed}", log, tuple(commands)) if commands else None
-
-    def list_answer_commands(
-        self, model: Path, folder: Path, split: str, options: Sequence[str] = ()
-    ) -> Iterator[tuple[str, ...]]:
-        """Yield the commands that answer and evaluate the images of a split, if that has not been done."""
-        preds, report = folder / split / "preds.json", folder / split / "report.json"
-        if report.is_file():
+    def plan_base(self) -> Iterator[Job]:
+        """Yield the jobs that train the base: each lesson goes on with the model of the one before."""
+        if self.source:
             return
-        data = str(self.data / f"{split}.jsonl")
-        tokens = str(self.answers["rollout_matching.max_new_tokens"])
-        limits = ("--batch", str(PREDICT_BATCH), "--max-new-tokens", tokens)
-        yield "predict", "--resume", "--model", str(model), "--data", data, "--out", str(preds), *limits, *options
-        yield "evaluate", "--data", data, "--preds", str(preds), "--out", str(report)
+        model, ready = self.folder / "base/model", self.folder / "base/model/processor_config.json"
+        make = Command(coordexp("demo", "model", "--out", str(model), "--scenes"), ready, leftover=model)
+        yield Job("base, random weights", model.with_name("random"), (make,))
+        for name, lesson in LESSONS.items():
+            folder, steps = self.folder / "base" / name, self.count_steps(lesson)
+            make_lesson(folder / "scenes", lesson, self.size.lesson_scale)
+            settings = describe_run(folder, model, folder / "scenes" / THINNED, steps, seed=0)
+            job = Job(f"base, lesson {name}", folder, (), (ready,))
+            yield plan_training(job, DEMO / lesson.config, settings | {"custom.curriculum": []})
+            model = folder / f"run/checkpoint-{steps}"
+            ready = model / MANIFEST
+
+    def plan_before(self, splits: Sequence[str]) -> Job:
+        """Return the job that answers with the model before all starts."""
+        job = Job("the model before", self.folder / "before", (), (self.before_is_made,))
+        return self.add_answers(job, self.before, splits)
+
+    def add_answers(self, job: Job, model: Path, splits: Sequence[str]) -> Job:
+        """Return the job with commands that answer the images of these splits with its result."""
+        commands = job.commands
+        for split in splits:
+            preds = job.folder / split / "preds.json"
+            words = predict(model, self.scenes / f"{split}.jsonl", preds)
+            commands += (Command(words, preds.with_suffix(".answers.jsonl")),)
+        return replace(job, commands=commands)
 
 
-def train(config: Path) -> tuple[str, ...]:
-    return "train", "--resume", "--config", str(config)
+@dataclass(frozen=True)
+class Cell:
+    """The runs of a regime and a seed."""
+
+    study: Study
+    regime: str
+    seed: int
+
+    @property
+    def folder(self) -> Path:
+        return self.study.folder / self.regime / str(self.seed)
+
+    def count_steps(self, arm: str) -> int:
+        size = self.study.size
+        if arm == "start":
+            return size.start_steps
+        return int(describe_arms(self.regime, size.steps).get(arm, {}).get("training.max_steps", size.steps))
+
+    def find_model(self, arm: str) -> Path:
+        if arm == "interpolated":
+            return self.folder / arm / "model"
+        return self.folder / arm / f"run/checkpoint-{self.count_steps(arm)}"
+
+    def plan(self, arm: str, splits: Sequence[str], changes: Settings | None = None, name: str = "") -> Job:
+        """Return the job that makes an arm and lets it answer the images of these splits. `changes` are further
+        settings of an arm with a name of its own."""
+        plans = {"start": self.plan_start, "interpolated": self.plan_interpolated, "grpo": self.plan_grpo}
+        job = plans[arm]() if arm in plans else self.plan_arm(arm, changes or {}, name or arm)
+        return self.study.add_answers(job, job.commands[-1].makes.parent, splits)
+
+    def plan_start(self) -> Job:
+        model, steps = self.study.before, self.count_steps("start")
+        settings = describe_run(self.folder / "start", model, self.make_labels(), steps, self.seed) | START
+        job = self.begin("start", self.study.before_is_made)
+        return plan_training(job, DEMO / "stage2-start-cpu.yaml", settings)
+
+    def plan_arm(self, arm: str, changes: Settings, name: str) -> Job:
+        """Return the job that trains an arm with further changes of its settings, under a name of its own."""
+        folder, start, labels = self.folder / name, self.find_model("start"), self.make_labels()
+        job = self.begin(name, start / MANIFEST)
+        if arm in SELF_TRAINING:
+            teacher = self.find_model(BUILDS_ON.get(arm, "start"))
+            job = replace(job, needs=(*job.needs, teacher / MANIFEST))
+            job = replace(job, commands=tuple(complete_labels(folder, teacher, labels)))
+            labels = folder / "completed.jsonl"
+        settings = describe_run(folder, start, labels, self.study.size.steps, seed=100 + self.seed)
+        settings |= describe_arms(self.regime, self.study.size.steps)[arm] | changes
+        return plan_training(job, DEMO / "stage2-hf.yaml", settings)
+
+    def plan_interpolated(self) -> Job:
+        model, continued = self.find_model("interpolated"), self.find_model("continued")
+        words = (sys.executable, str(ROOT / "tools/average_weights.py"))
+        words += (str(continued), str(self.study.before), str(model))
+        job = self.begin("interpolated", continued / MANIFEST)
+        return replace(job, commands=(Command(words, model / "model.safetensors", leftover=model),))
+
+    def plan_grpo(self) -> Job:
+        """Return the job that trains with GRPO. It cannot resume."""
+        start, model = self.find_model("start"), self.find_model("grpo")
+        words = (str(self.study.trl), str(ROOT / "tools/grpo.py"), "--model", str(start), *GRPO)
+        words += ("--train", str(self.make_labels()), "--val", str(self.study.scenes / "val.jsonl"))
+        words += ("--out", str(model.parent), "--steps", str(self.study.size.steps), "--seed", str(self.seed))
+        job = self.begin("grpo", start / MANIFEST)
+        return replace(job, commands=(Command(words, model / "coordexp.json", leftover=model.parent),))
+
+    def begin(self, arm: str, *needs: Path) -> Job:
+        return Job(f"{self.regime}, seed {self.seed}, {arm}", self.folder / arm, (), needs)
+
+    def make_labels(self) -> Path:
+        return thin_labels(self.study.scenes, self.regime, self.seed)
 
 
-def find_result(folder: Path) -> Path | None:
-    """Return the last checkpoint of a run that has reached its last step, or None."""
-    config = add_suffix(folder, ".yaml")
-    newest = next((path for path in checkpoints(folder) if is_finished(path)), None)
-    if newest is None or not config.is_file():
-        return None
-    steps = yaml.safe_load(config.read_text())["training"]["max_steps"]
-    return newest if newest.name == f"checkpoint-{steps}" else None
+def describe_run(folder: Path, model: Path, labels: Path, steps: int, seed: int) -> Settings:
+    """Return the settings of a run that are not those of its arm."""
+    return {
+        "model.path": str(model),
+        "custom.train_jsonl": str(labels),
+        "custom.val_jsonl": None,
+        "training.output_dir": str(folder / "run"),
+        "training.seed": seed,
+        "training.max_steps": steps,
+        "training.eval_strategy": "no",
+        "training.save_steps": 50,
+        "training.save_total_limit": 1,
+        "training.report_to": "none",
+        "rollout_matching.max_new_tokens": MAX_NEW_TOKENS,
+    }
 
 
-def write_config(folder: Path, base: Path, settings: Settings) -> Path:
-    """Write the config of a run beside its folder. Raise UserError if the run has begun with other settings."""
-    file = add_suffix(folder, ".yaml")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    tree: Settings = {}
-    modules: dict[str, Settings] = {}
-    for key, value in settings.items():
-        if key.startswith("objective."):
-            _, module, name = key.split(".")
-            modules.setdefault(module, {})[name] = value
-        else:
-            put(tree, key, value)
-    if modules:
-        put(tree, "rollout_matching.pipeline", change_objective(base, modules))
-    if file.is_file():
-        before = yaml.safe_load(file.read_text())
-        before.pop("extends")
-        if before != tree:
-            changed = ", ".join(list_differences(before, tree))
-            raise UserError(
-                f"{folder} has begun with other settings ({changed})", "give another --name, or remove that folder"
-            )
-    write_whole(file, yaml.safe_dump({"extends": [os.path.relpath(base, file.parent)]} | tree))
-    return file
+def plan_training(job: Job, base: Path, settings: Settings) -> Job:
+    """Return the job with a command that trains with these settings."""
+    config = write_config(job.folder / "config.yaml", base, settings)
+    made = job.folder / f"run/checkpoint-{settings['training.max_steps']}" / MANIFEST
+    words = coordexp("train", "--resume", "--config", str(config))
+    return replace(job, commands=(*job.commands, Command(words, made)))
 
 
-def change_objective(base: Path, modules: Mapping[str, Settings]) -> Settings:
-    """Return the pipeline of a config with other weights and settings of its modules. A new one sees rollouts."""
-    from coordexp.config import World, load_settings
-
-    pipeline: Settings = load_settings(base, World(1)).settings.model_dump(mode="json")["rollout_matching"][
-        "pipeline"
-    ]
-    for name, settings in modules.items():
-        module = next((module for module in pipeline["objective"] if module["name"] == name), None)
-        if module is None:
-            module = {"name": name, "enabled": True, "weight": 1.0, "channels": ["B"], "config": {}}
-            pipeline["objective"].append(module)
-        module["weight"] = settings.get("weight", module["weight"])
-        module["config"] |= {key: value for key, value in settings.items() if key != "weight"}
-    return pipeline
+def complete_labels(folder: Path, teacher: Path, labels: Path) -> Iterator[Command]:
+    """Yield the commands with which a model completes labels: objects that two of its answers agree on."""
+    preds, found, completed = folder / "found.json", folder / "found", folder / "completed.jsonl"
+    yield Command(predict(teacher, labels, preds, *LABELLING), preds.with_suffix(".samples.jsonl"))
+    words = ("--data", str(labels), "--preds", str(preds), "--samples", str(ANSWERS - 1), "--page-limit", "1")
+    page = found / "complete.html"
+    yield Command(coordexp("data", "suggest", *words, "--out", str(found)), page, leftover=found)
+    words = ("--data", str(labels), "--suggestions", str(found / "suggestions.jsonl"))
+    words += ("--accept-above", TWO_AGREE, "--out", str(completed))
+    yield Command(coordexp("data", "complete", *words), completed)
 
 
-def put(tree: Settings, key: str, value: Any) -> None:
-    """Set the value at a dotted key of a tree of settings."""
-    *path, last = key.split(".")
-    for name in path:
-        tree = tree.setdefault(name, {})
-    tree[last] = value
+def predict(model: Path, data: Path, preds: Path, *options: str) -> tuple[str, ...]:
+    words = ("--model", str(model), "--data", str(data), "--out", str(preds))
+    return coordexp("predict", "--resume", *words, *PREDICT, *options)
 
 
-def list_differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys at which two trees of settings differ."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        for key in sorted(before.keys() | after.keys()):
-            yield from list_differences(before.get(key), after.get(key), f"{path}.{key}".strip("."))
-    elif before != after:
-        yield path
+def coordexp(*words: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "coordexp", *words
 
 
-def add_suffix(folder: Path, suffix: str) -> Path:
-    return folder.with_name(f"{folder.name}{suffix}")
+def list_cells(study: Study, regimes: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+    """Return the cells: all seeds of the first regime and of complete labels, then one seed after the other."""
+    first = {regimes[0], "complete"}
+    pairs = [(regime, seed) for seed in seeds for regime in regimes]
+    return [Cell(study, *pair) for pair in sorted(pairs, key=lambda pair: pair[0] not in first)]
 
 
-def relative(path: Path) -> str:
-    """Return a path as it is from here. Runs of different checkouts have then the same settings."""
-    return os.path.relpath(path) if path.is_relative_to(ROOT) else str(path)
+def list_needed(arms: Sequence[str]) -> list[str]:
+    """Return the arms and those that they build on, in the order in which they are made."""
+    needed = {"start", *arms}
+    while missing := {BUILDS_ON[arm] for arm in needed if arm in BUILDS_ON} - needed:
+        needed |= missing
+    return [arm for arm in (*ARMS, *OPTIONAL_ARMS) if arm in needed]
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise UserError(f"--set {text}: no value", "write KEY=VALUE, e.g. training.learning_rate=3e-4")
-    return key, float(value) if EXPONENT.fullmatch(value) else yaml.safe_load(value)
-
-
-def make_start(study: Study, steps: int, eval_every: int) -> None:
-    study.make_data()
-    run_jobs([study.plan_before_start(), study.plan_start(steps, eval_every)], 1)
-
-
-def make_runs(study: Study, options: argparse.Namespace) -> None:
-    """Make all runs of the variants and seeds."""
-    changes = dict(parse_setting(text) for text in options.set)
-    if bool(changes) != bool(options.name) or (options.name and len(options.variant) > 1):
-        raise UserError(
-            "--set and --name belong together, with one --variant", "give the variant with these settings a --name"
-        )
-    if options.steps % options.eval_every:
-        raise UserError(
-            f"--steps {options.steps} is no multiple of --eval-every {options.eval_every}",
-            "the last step has to be evaluated",
-        )
-    if study.find_start() is None:
-        make_start(study, START_STEPS, START_STEPS)
-    numbers = {"steps": options.steps, "eval_every": options.eval_every}
-    plans = [
-        study.plan_run(
-            options.name or variant,
-            seed,
-            study.choose_settings(variant) | changes,
-            **numbers,
-            test=not options.no_test,
-        )
-        for seed in options.seeds
-        for variant in options.variant
-    ]
-    run_jobs(plans, options.jobs)
-
-
-def make_headline(folder: Path, options: argparse.Namespace) -> str:
-    """Make the main result from nothing, with one seed, and return its table."""
-    study = Study(folder, HEADLINE_REGIME)
-    reference = Study(folder, find_complete(HEADLINE_REGIME))
-    for one in (study, reference):
-        one.make_data(options.train, options.held_out)
-    starts = [one.plan_start(options.start_steps, options.start_steps) for one in (study, reference)]
-    run_jobs([study.plan_before_start(), *starts], side_by_side=2)
-    numbers = {"steps": options.steps, "eval_every": options.steps}
-    runs = [study.plan_run(name, 0, study.choose_settings(name), **numbers) for name in HEADLINE]
-    run_jobs(runs, side_by_side=2)
-    answers = [
-        study.plan_answers(f"{name}-dedup", 0, name, steps=options.steps, splits=["test"], options=DEDUP)
-        for name in HEADLINE
-    ]
-    run_jobs(answers, side_by_side=2)
-    return write_tables(folder, HEADLINE_REGIME, "test", [options.steps])
-
-
-def answer_again(study: Study, options: argparse.Namespace) -> None:
-    """Answer images with the results of runs, with other options of `coordexp predict`."""
-    plans = [
-        study.plan_answers(
-            options.name,
-            seed,
-            options.of,
-            steps=options.steps,
-            splits=options.split,
-            options=shlex.split(options.predict),
-        )
-        for seed in options.seeds
-    ]
-    run_jobs(plans, options.jobs)
+def make(study: Study, plans: Sequence[tuple[Cell, Sequence[str]]], side_by_side: int, **of_arm: Any) -> None:
+    """Make arms of cells, and what they need. `of_arm` are the arguments of `Cell.plan`; changes are for the arms
+    that are named, and not for what they need."""
+    study.folder.mkdir(parents=True, exist_ok=True)
+    make_scenes(study.scenes, study.size)
+    plugin = study.folder / "plugin"
+    frozen_rollouts.install(plugin)
+    splits = of_arm["splits"]
+    jobs = [*study.plan_base(), study.plan_before(splits)]
+    for cell, arms in plans:
+        jobs += [cell.plan(arm, **of_arm) if arm in arms else cell.plan(arm, splits) for arm in list_needed(arms)]
+    paths = (str(plugin.resolve()), os.environ.get("PYTHONPATH", ""))
+    run_jobs(jobs, side_by_side, {"PYTHONPATH": os.pathsep.join(filter(None, paths))})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -498,82 +284,69 @@ def parse_arguments() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, required=True, metavar="STUDY", help="The folder of the study.")
-    shared.add_argument("--regime", choices=REGIMES, required=True)
+    making = argparse.ArgumentParser(add_help=False)
+    making.add_argument("--jobs", type=int, default=2, help="Runs side by side, with one thread each.")
+    making.add_argument("--size", choices=SIZES, help="Unset: small; full for the headline.")
+    making.add_argument("--from", type=Path, dest="source", metavar="MODEL", help="The model before all starts.")
 
-    headline = commands.add_parser("headline", help="Make the main result from nothing, with one seed.")
-    headline.add_argument("--out", type=Path, required=True, metavar="STUDY", help="The folder of the study.")
-    headline.add_argument("--steps", type=int, default=HEADLINE_STEPS)
-    headline.add_argument("--start-steps", type=int, default=START_STEPS)
-    for option in ("--train", "--held-out"):
-        headline.add_argument(option, type=int, help="Fewer images than usual, for a trial.")
-
-    data = commands.add_parser("data", parents=[shared], help="Make the images and the records of a regime.")
-    data.add_argument("--train", type=int, help="Training images; fewer than usual for a small study.")
-    data.add_argument("--held-out", type=int, help="Held-out images; half of them are the test images.")
-
-    start = commands.add_parser("start", parents=[shared], help="Train the model that all runs begin with.")
-    start.add_argument("--steps", type=int, default=START_STEPS)
-    start.add_argument("--eval-every", type=int, help="Steps between evaluations on val.jsonl. Unset: --steps.")
-    start.add_argument(
-        "--labels",
-        choices=("regime", "complete"),
-        default="regime",
-        help="complete: the start of the regime that has the same images and all labels, for reference.",
-    )
-
-    run = commands.add_parser("run", parents=[shared], help="Train variants from the start and answer test.jsonl.")
-    run.add_argument("--variant", nargs="+", choices=VARIANTS, required=True)
+    commands.add_parser("headline", parents=[shared, making], help="Make the main result, with one seed.")
+    run = commands.add_parser("run", parents=[shared, making], help="Make the study, or a part of it.")
+    run.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     run.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    run.add_argument("--steps", type=int, default=100)
-    run.add_argument("--eval-every", type=int, default=50, help="Steps between evaluations on val.jsonl.")
+    run.add_argument("--arms", nargs="+", choices=(*ARMS, *OPTIONAL_ARMS), help="Unset: all, without `long`.")
+    run.add_argument("--splits", nargs="+", choices=("test", "val"), default=["test"], help="Images to answer.")
+    run.add_argument("--base-scale", type=float, help="Of the images and steps of the base. Unset: 1.")
+    run.add_argument("--trl", type=Path, metavar="PYTHON", help="A Python with TRL, for `grpo`.")
+    run.add_argument("--name", help="What to call an arm with other settings.")
     run.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="Another setting; needs --name."
     )
-    run.add_argument("--name", help="What to call a variant with other settings.")
-    run.add_argument("--jobs", type=int, default=1, help="Runs side by side, with one thread each.")
-    run.add_argument("--no-test", action="store_true", help="Only evaluate on val.jsonl, to choose settings.")
-
-    answer = commands.add_parser(
-        "answer",
-        parents=[shared],
-        help="Answer with the results of runs again, with other options of `coordexp predict`.",
-    )
-    answer.add_argument("--of", required=True, metavar="VARIANT", help="The runs whose results answer.")
-    answer.add_argument("--name", required=True, help="What to call these answers.")
-    answer.add_argument("--predict", default="", metavar="OPTIONS", help="For example '--dedup 0.5'.")
-    answer.add_argument("--split", nargs="+", choices=("test", "val"), default=["test"])
-    answer.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    answer.add_argument("--steps", type=int, default=100)
-    answer.add_argument("--jobs", type=int, default=1, help="Processes side by side, with one thread each.")
-
     table = commands.add_parser("table", parents=[shared], help="Print the results as Markdown.")
+    table.add_argument("--regimes", nargs="+", choices=REGIMES, help="Unset: all that were made.")
     table.add_argument("--split", choices=("test", "val"), default="test")
-    table.add_argument("--steps", type=int, nargs="+", help="Runs of this many steps. Unset: all.")
-    table.add_argument("--svg", type=Path, help="Draw results on val.jsonl over the steps; needs --steps.")
+    table.add_argument("--against", default="continued", metavar="ARM", help="What the others are compared with.")
     return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Make the study, or the part of it that the options ask for."""
+    if bool(options.set) != bool(options.name) or (options.name and len(options.arms or ()) != 1):
+        raise UserError("--set and --name belong together, with one arm", "give the changed arm a --name")
+    if options.name in (*ARMS, *OPTIONAL_ARMS):
+        raise UserError(f"--name {options.name} is an arm", "give another --name")
+    if options.set and options.arms[0] not in describe_arms("complete", 1):
+        raise UserError(f"--set: {options.arms[0]} is not trained with `coordexp train`", "change another arm")
+    if options.trl is None and "grpo" in (options.arms or ()):
+        raise UserError("grpo needs TRL, which is not part of the environment", "give --trl PYTHON")
+    size = SIZES[options.size or "small"]
+    size = replace(size, lesson_scale=options.base_scale or size.lesson_scale)
+    study = Study(options.out, size, options.source, options.trl)
+    arms = options.arms or [arm for arm in ARMS if arm != "grpo" or options.trl]
+    plans = [
+        (cell, [arm for arm in arms if arm in COMPLETE_ARMS or cell.regime != "complete"])
+        for cell in list_cells(study, options.regimes, options.seeds)
+    ]
+    changes = dict(parse_setting(text) for text in options.set)
+    make(study, plans, options.jobs, splits=options.splits, changes=changes, name=options.name or "")
+
+
+def make_headline(options: argparse.Namespace) -> str:
+    """Make the main result from nothing, with one seed, and return its table."""
+    study = Study(options.out, SIZES[options.size or "full"], options.source or Path(os.path.relpath(EXAMPLE)))
+    plans = [(Cell(study, "missing-50", 0), COMPLETE_ARMS), (Cell(study, "complete", 0), ("start",))]
+    make(study, plans, options.jobs, splits=("test",))
+    return write_tables(options.out, ["missing-50"], "test", "continued")
 
 
 def main() -> None:
     options = parse_arguments()
     signal.signal(signal.SIGTERM, exit_on_signal)
     if options.command == "headline":
-        print(make_headline(options.out, options))
-        return
-    study = Study(options.out, options.regime)
-    if options.command == "data":
-        print(make_data(options.out, options.regime, options.train, options.held_out))
-    elif options.command == "start":
-        if options.labels == "complete":
-            study = Study(options.out, find_complete(options.regime))
-        make_start(study, options.steps, options.eval_every or options.steps)
+        print(make_headline(options))
     elif options.command == "run":
-        make_runs(study, options)
-    elif options.command == "answer":
-        answer_again(study, options)
+        run(options)
     else:
-        print(write_tables(options.out, options.regime, options.split, options.steps))
-        if options.svg and options.steps:
-            options.svg.write_text(draw_curves(options.out, options.regime, options.steps[0]))
+        print(write_tables(options.out, options.regimes, options.split, options.against))
 
 
 def exit_on_signal(number: int, frame: FrameType | None) -> None:

@@ -1,32 +1,39 @@
-"""The results of the study (`tools/study.py`) as Markdown tables and as curves.
+"""The results of the study (`tools/study.py`) as Markdown tables.
 
-All numbers are computed from the answers that the runs left. Differences are to Stage 1 continued with the same
-seeds and steps; their intervals are those of `coordexp report`.
+All numbers are computed from the answers that the arms left. Seeds are paired: arms of one seed have the same
+start and the same labels. Costs are those after the start: generated tokens of rollouts and of labelling, and
+processor time of labelling and training, also of the arms that an arm builds on.
 """
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import yaml
-from line_chart import Axes, draw
-from study_data import find_complete
+from scipy.stats import t
+from study_arms import ARMS, BUILDS_ON, OPTIONAL_ARMS
+from study_data import REGIMES
+from study_jobs import read_seconds
 
 from coordexp.data import RecordFile
 from coordexp.errors import UserError
 from coordexp.evaluate import read_predictions, read_truth
+from coordexp.evaluate.answer import drop_duplicates
 from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.report import count_by_image
-from coordexp.pages.comparison import RateDifference, RunCounts, bootstrap_differences
-from coordexp.pages.curves import EMPTY, Series, read_log
+from coordexp.files import read_json_lines
+from coordexp.pages.comparison import RunCounts
+from coordexp.pages.curves import EMPTY, read_log
 
-BASE = "continued"
 RESAMPLES = 2000
-CLASS_ACCURACY = "class accuracy"
+LEVEL = 0.95
+DEDUP_IOU = 0.5
+CLASS_ACCURACY, DEDUP = "class accuracy", "F1, dedup"
 COLUMNS = {
     "F1@0.5": "f1_50",
+    DEDUP: DEDUP,  # after `--dedup 0.5`
     "recall": "recall_50",
     "precision": "precision_50",
     "recall, any class": "recall_50_any_class",
@@ -36,171 +43,166 @@ COLUMNS = {
     "truncated": "truncated",
     "skipped": "skipped",
     "stopped": "stopped",
-    "over count": "over_count",
 }
-PANELS = {
-    "F1@0.5": "eval_f1_50",
-    "recall, any class": "eval_recall_50_any_class",
-    "precision, any class": "eval_precision_50_any_class",
-    "too many objects": "eval_over_count",
-}
-Counts = dict[int | None, RunCounts]  # by seed; a start has none
+COUNTED = ("skipped", "stopped")  # shown as numbers of objects
+COSTS = ("generated tokens", "processor seconds", "seeds")
+COMPLETE = "complete labels: "  # before the names of arms of that regime
 
 
 @dataclass(frozen=True)
 class Row:
-    """A variant with the folders of its runs by seed. A start has one folder, without a seed."""
+    """An arm with the folders and the counts of its seeds."""
 
     name: str
-    folders: Mapping[int | None, Path] = field(default_factory=dict)
+    folders: dict[int, Path] = field(default_factory=dict)
+    counts: dict[int, RunCounts] = field(default_factory=dict)
 
 
-def write_tables(study: Path, regime: str, split: str, steps: Sequence[int] | None) -> str:
-    """Return the tables of all runs of a regime, by their number of steps, in Markdown."""
-    numbers = steps or find_steps(study / regime)
-    if not numbers:
-        raise UserError(f"{study / regime} has no runs", "make some with `python tools/study.py run`")
-    truth = read_truth(RecordFile(study / regime / "data" / f"{split}.jsonl"))
+def write_tables(study: Path, regimes: Sequence[str] | None, split: str, against: str) -> str:
+    """Return the tables of regimes, or of all that were made, in Markdown."""
+    found = regimes or [name for name in REGIMES if (study / name).is_dir()]
+    if not found:
+        raise UserError(f"{study} has no arms", "make some with `python tools/study.py run`")
+    truth = read_truth(RecordFile(study / f"scenes/{split}.jsonl"))
+    objects = sum(len(record.objects) for _, record in truth)
     parts = []
-    for number in numbers:
-        rows = [*find_starts(study, regime), *find_rows(study / regime / f"steps-{number}")]
-        answered = [(row, counts) for row in rows if (counts := count_row(row, split, truth))]
-        objects = sum(len(record.objects) for _, record in truth)
-        parts.append(f"{regime}, {number} steps, {split}: {len(truth)} images, {objects} objects")
-        parts.append(write_results(answered))
-        parts.append(write_differences(answered))
+    for regime in found:
+        rows = read_rows(study, regime, split, truth)
+        parts += [f"{regime}, {split}: {len(truth)} images, {objects} objects", write_results(rows)]
+        parts.append(write_differences(rows, against))
     return "\n\n".join(part for part in parts if part)
 
 
-def draw_curves(study: Path, regime: str, steps: int) -> str:
-    """Return an SVG of the evaluations on val.jsonl over the steps: means over the seeds of each variant."""
-    rows = [row for row in find_rows(study / regime / f"steps-{steps}") if row.folders]
-    logs = {row.name: [read_log(folder / "metrics.jsonl") for folder in row.folders.values()] for row in rows}
-    start = read_log(study / regime / "start" / "metrics.jsonl")
-    panels = {}
-    for title, metric in PANELS.items():
-        first = [(0, value)] if (value := start.get(metric, EMPTY).last) is not None else []
-        panels[title] = [
-            first + average([log.get(metric, EMPTY) for log in logs_of_row]) for logs_of_row in logs.values()
-        ]
-    return draw(list(logs), panels, Axes((0, steps / 2, steps)))
-
-
-def average(series: Sequence[Series]) -> list[tuple[float, float]]:
-    """Return the steps that all of these have, with the mean of their values."""
-    shared = set.intersection(*(set(one.steps.tolist()) for one in series))
-    return [
-        (step, statistics.mean(float(part.values[part.steps == step][0]) for part in series))
-        for step in sorted(shared)
-    ]
-
-
-def find_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("steps-")) for path in folder.glob("steps-*"))
-
-
-def find_starts(study: Path, regime: str) -> list[Row]:
-    """Return the start of a regime and, for reference, the model before it and the start on complete labels."""
-    complete = find_complete(regime)
-    starts = [Row(name, {None: study / regime / name.replace(" ", "-")}) for name in ("before start", "start")]
-    if complete != regime:
-        starts.append(Row("start, complete labels", {None: study / complete / "start"}))
-    return starts
+def read_rows(study: Path, regime: str, split: str, truth: Truth) -> list[Row]:
+    """Return the rows that have answers: the model before the start, the arms of the regime, and the ceiling."""
+    rows = [*find_rows(study / regime)]
+    if regime != "complete":
+        rows += [replace(row, name=f"{COMPLETE}{row.name}") for row in find_rows(study / "complete")]
+    seeds = sorted({seed for row in rows for seed in row.folders})
+    rows.insert(0, Row("before the start", dict.fromkeys(seeds, study / "before")))
+    for row in rows:
+        for seed, folder in row.folders.items():
+            preds = folder / split / "preds.json"
+            if preds.with_suffix(".answers.jsonl").is_file():
+                row.counts[seed] = count(preds, truth)
+    return [row for row in rows if row.counts]
 
 
 def find_rows(folder: Path) -> list[Row]:
-    """Return the variants of a folder of runs, Stage 1 continued first."""
-    folders: dict[str, dict[int | None, Path]] = {}
-    for path in sorted(path for path in folder.glob("*-*") if path.is_dir()):
-        name, _, seed = path.name.rpartition("-")
-        folders.setdefault(name, {})[int(seed)] = path
-    names = sorted(folders, key=BASE.__ne__)
-    return [Row(name, dict(sorted(folders[name].items(), key=str))) for name in names]
+    """Return the arms of a regime: those that have a name of their own in their order, then the others."""
+    rows: dict[str, Row] = {}
+    for path in sorted(folder.glob("[0-9]*/*/")):
+        rows.setdefault(path.name, Row(path.name)).folders[int(path.parent.name)] = path
+    known = [*ARMS, *OPTIONAL_ARMS]
+    return sorted(rows.values(), key=lambda row: known.index(row.name) if row.name in known else len(known))
 
 
-def count_row(row: Row, split: str, truth: Truth) -> Counts:
-    """Return the counts of every run that has answered all images of the split."""
-    counts: Counts = {}
-    for seed, folder in row.folders.items():
-        file = find_answers(folder, split)
-        if file is not None:
-            counts[seed] = count_by_image(truth, read_predictions(file, truth))
-    return counts
+def count(preds: Path, truth: Truth) -> RunCounts:
+    """Return the counts of every image, with those of F1 after duplicates were dropped."""
+    answers = read_predictions(preds, truth)
+    unique = [drop_duplicates(answer, DEDUP_IOU) for answer in answers]
+    return {**count_by_image(truth, answers), DEDUP: count_by_image(truth, unique)["f1_50"]}
 
 
-def find_answers(folder: Path, split: str) -> Path | None:
-    """Return the predictions of a run: those of `coordexp predict`, or for val those of its last evaluation."""
-    if (folder / split / "report.json").is_file():
-        return folder / split / "preds.json"
-    if split != "val":
-        return None
-    files = {int(path.stem.removeprefix("step-")): path for path in folder.glob("evaluations/step-*.json")}
-    return files[max(files)] if files else None
-
-
-def write_results(rows: Sequence[tuple[Row, Counts]]) -> str:
+def write_results(rows: Sequence[Row]) -> str:
     """Return a table of means and standard deviations over seeds."""
-    lines = [_join("", *COLUMNS, "generated tokens", "seeds"), _join(*["---"] * (len(COLUMNS) + 3))]
-    for row, counts in rows:
-        runs = [to_rates(run) for run in counts.values()]
-        cells = [_spread([run[title] for run in runs]) for title in COLUMNS]
-        tokens = statistics.mean(count_tokens(row.folders[seed]) for seed in counts)
-        seeds = ", ".join(str(seed) for seed in counts if seed is not None)
-        lines.append(_join(row.name, *cells, f"{tokens:,.0f}", seeds))
+    lines = [_join("", *COLUMNS, *COSTS), _join(*["---"] * (1 + len(COLUMNS) + len(COSTS)))]
+    for row in rows:
+        values = [to_values(counts) for counts in row.counts.values()]
+        cells = [_spread([value[title] for value in values], title in COUNTED) for title in COLUMNS]
+        tokens, seconds = (
+            statistics.mean(measure(row.folders[seed]) for seed in row.counts)
+            for measure in (count_tokens, sum_seconds)
+        )
+        seeds = ", ".join(map(str, row.counts))
+        lines.append(_join(row.name, *cells, f"{tokens:,.0f}", f"{seconds:,.0f}", seeds))
     return "\n".join(lines)
 
 
-def write_differences(rows: Sequence[tuple[Row, Counts]]) -> str:
-    """Return a table of the differences to Stage 1 continued with the same seeds, or nothing if there is none.
-
-    In brackets are the 95 % intervals over images, and with three seeds or more those over images and seeds."""
-    base = next((counts for row, counts in rows if row.name == BASE), None)
-    if not base:
+def write_differences(rows: Sequence[Row], against: str) -> str:
+    """Return a table of the differences to an arm with the same seeds, with 95 % intervals over images, and with
+    several seeds over images and seeds. It is empty without that arm."""
+    base = next((row for row in rows if row.name == against), None)
+    if base is None:
         return ""
-    columns = {title: name for title, name in COLUMNS.items() if name}
-    lines = [_join("difference to continued", *columns), _join(*["---"] * (len(columns) + 1))]
-    for row, counts in rows:
-        seeds = [seed for seed in base if seed in counts or None in counts]
-        if row.name == BASE or not seeds:
+    columns = {title: name for title, name in COLUMNS.items() if name and title not in COUNTED}
+    lines = [_join(f"difference to {against}", *columns), _join(*["---"] * (len(columns) + 1))]
+    for row in rows:
+        seeds = [seed for seed in base.counts if seed in row.counts]
+        if row is base or not seeds:
             continue
-        own = [counts[seed] for seed in seeds if seed in counts] or [counts[None]]
-        found = bootstrap_differences([base[seed] for seed in seeds], own, resamples=RESAMPLES)
-        by_name = {difference.name: difference for difference in found}
-        lines.append(_join(row.name, *(_describe(by_name.get(name)) for name in columns.values())))
+        pairs = [(base.counts[seed], row.counts[seed]) for seed in seeds]
+        lines.append(_join(row.name, *(_describe(*estimate_difference(pairs, name)) for name in columns.values())))
     return "\n".join(lines)
 
 
-def to_rates(counts: RunCounts) -> dict[str, float]:
+def estimate_difference(
+    pairs: Sequence[tuple[RunCounts, RunCounts]], name: str
+) -> tuple[float, tuple[float, float]]:
+    """Return the mean difference of a rate between paired runs, and its 95 % interval.
+
+    All runs answered the same images, which are drawn anew together. The variance over images and that of the mean
+    over seeds are added, with the degrees of freedom of Welch and Satterthwaite."""
+    images = len(pairs[0][0][name])
+    drawn = np.random.default_rng(0).multinomial(images, [1 / images] * images, RESAMPLES)
+    whole = np.array([_rate(other, name) - _rate(base, name) for base, other in pairs])
+    over_images = np.mean([_rate(other, name, drawn) - _rate(base, name, drawn) for base, other in pairs], axis=0)
+    value, low, high = float(whole.mean()), *np.nanquantile(over_images, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    if len(pairs) == 1:
+        return value, (float(low), float(high))
+    over_seeds, total = whole.var(ddof=1) / len(pairs), float(np.nanvar(over_images, ddof=1))
+    total += over_seeds
+    freedom = (len(pairs) - 1) * (total / over_seeds) ** 2 if over_seeds else math.inf
+    half = float(t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(total)
+    return value, (value - half, value + half)
+
+
+def to_values(counts: RunCounts) -> dict[str, float]:
     """Return the value of every column."""
-    rates = {}
-    for title, name in COLUMNS.items():
-        above, below = counts[name].sum(axis=0) if name else (0, 0)
-        rates[title] = above / below if below else float("nan")
+    values = {title: float(_rate(counts, name)) for title, name in COLUMNS.items() if name}
+    values |= {title: float(counts[COLUMNS[title]][:, 0].sum()) for title in COUNTED}
     found, named = (counts[name][:, 0].sum() for name in ("recall_50_any_class", "recall_50"))
-    return rates | {CLASS_ACCURACY: named / found if found else float("nan")}
+    return values | {CLASS_ACCURACY: named / found if found else math.nan}
 
 
 def count_tokens(folder: Path) -> int:
-    """Return how many tokens a run has generated: all rollouts, also those that were not chosen."""
-    log, settings = read_log(folder / "metrics.jsonl"), folder / "resolved.yaml"
+    """Return how many tokens an arm has generated: all rollouts, also those that were not chosen, and the answers
+    that labelled images."""
+    log = read_log(folder / "run/metrics.jsonl") if (folder / "run/metrics.jsonl").is_file() else {}
     if "generated_tokens" in log:  # the total so far, of tools/grpo.py
         return int(log["generated_tokens"].last or 0)
-    if settings.is_file() and yaml.safe_load(settings.read_text())["rollout_matching"]["noise"]["enabled"]:
-        return 0  # these answers were made from the labels
-    return sum(int(np.nansum(log.get(name, EMPTY).values)) for name in ("rollout/tokens", "rollout/unused_tokens"))
+    rollouts = (log.get(name, EMPTY).values for name in ("rollout/tokens", "rollout/unused_tokens"))
+    labelling = (line["tokens"] for file in folder.glob("found.*.jsonl") for line in read_json_lines(file))
+    return sum(int(np.nansum(values)) for values in rollouts) + sum(labelling) + _of_base(folder, count_tokens)
 
 
-def _describe(difference: RateDifference | None) -> str:
-    if difference is None or difference.image_interval is None:
-        return "-"
-    intervals = [difference.image_interval, difference.seed_interval]
-    words = "; ".join(f"{interval[0]:+.3f} to {interval[1]:+.3f}" for interval in intervals if interval)
-    return f"{difference.value:+.3f} [{words}]"
+def sum_seconds(folder: Path) -> float:
+    """Return the processor time of an arm without that of its answers to held-out images."""
+    own = [seconds for made, seconds in read_seconds(folder) if not made.startswith(("test/", "val/"))]
+    return sum(own) + _of_base(folder, sum_seconds)
 
 
-def _spread(values: Sequence[float]) -> str:
-    mean = statistics.mean(values)
-    return f"{mean:.3f}" if len(values) == 1 else f"{mean:.3f} ± {statistics.stdev(values):.3f}"
+def _of_base(folder: Path, measure) -> float:
+    """Return what is measured of the arm that this one builds on."""
+    return measure(folder.with_name(BUILDS_ON[folder.name])) if folder.name in BUILDS_ON else 0
+
+
+def _rate(counts: RunCounts, name: str, drawn=None):
+    """Return a rate over all images, or one for each drawing of images."""
+    above, below = counts[name].T if drawn is None else (drawn @ counts[name]).T
+    above, below = (above.sum(), below.sum()) if drawn is None else (above, below)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.divide(above, below)
+
+
+def _describe(value: float, interval: tuple[float, float]) -> str:
+    return f"{value:+.3f} [{interval[0]:+.3f} to {interval[1]:+.3f}]"
+
+
+def _spread(values: Sequence[float], is_count: bool) -> str:
+    style = ".0f" if is_count else ".3f"
+    mean = f"{statistics.mean(values):{style}}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):{style}}"
 
 
 def _join(*cells: str) -> str:

@@ -1,11 +1,12 @@
 """The tables of the study, from answers that the tests invent."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
-import yaml
-from study_data import make_data
-from study_table import count_tokens, write_tables
+from study_data import SIZES, make_scenes
+from study_table import count_tokens, estimate_difference, sum_seconds, write_tables
 
 from coordexp.data import RecordFile
 from coordexp.evaluate import AnswerObject, ImageAnswer, read_truth, write_predictions
@@ -13,32 +14,29 @@ from coordexp.evaluate import AnswerObject, ImageAnswer, read_truth, write_predi
 
 @pytest.fixture
 def study(tmp_path):
-    make_data(tmp_path, "missing-50", train=4, held_out=40)
+    make_scenes(tmp_path / "scenes", replace(SIZES["trial"], train=2, held_out=80))
     return tmp_path
 
 
-def answer(study, folder, every: int, *, wrong_desc: bool = False, split: str = "test", step: int | None = None):
-    """Write answers that have every `every`-th true object of each image."""
-    truth = read_truth(RecordFile(study / f"missing-50/data/{split}.jsonl"))
+def answer(study, folder, every: int, *, wrong_desc: bool = False, twice: bool = False) -> None:
+    """Write answers that have every `every`-th true object of each test image."""
+    truth = read_truth(RecordFile(study / "scenes/test.jsonl"))
     answers = []
     for image_id, record in truth:
         objects = [
             AnswerObject("ghost" if wrong_desc else item.desc, "bbox_2d", record.in_bins(item), 0.5, None)
             for item in record.objects[::every]
-        ]
+        ] * (1 + twice)
         answers.append(ImageAnswer(image_id, record.image, "{}", "stop", 10, tuple(objects)))
-    file = folder / (f"{split}/preds.json" if step is None else f"evaluations/step-{step}.json")
-    write_predictions(file, answers, truth)
-    if step is None:
-        (folder / split / "report.json").write_text("{}")
+    write_predictions(folder / "test/preds.json", answers, truth)
 
 
-def add_run(study, name: str, seed: int, every: int, tokens: int = 0, **other) -> None:
-    folder = study / f"missing-50/steps-100/{name}-{seed}"
+def add_arm(study, arm: str, seed: int, every: int, tokens: int = 0, regime: str = "missing-50", **other) -> None:
+    folder = study / f"{regime}/{seed}/{arm}"
     answer(study, folder, every, **other)
-    lines = [{"step": 50, "eval_f1_50": 0.25 * (seed + 1)}, {"step": 100, "eval_f1_50": 0.5}]
-    lines += [{"step": 1, "rollout/tokens": tokens}, {"step": 2, "rollout/tokens": tokens}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "run").mkdir()
+    lines = [{"step": 1, "rollout/tokens": tokens}, {"step": 2, "rollout/tokens": tokens}]
+    (folder / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_rows(text: str) -> list[dict[str, str]]:
@@ -55,57 +53,100 @@ def read_rows(text: str) -> list[dict[str, str]]:
     return rows
 
 
-def test_the_table_has_means_differences_and_generated_tokens(study):
-    for seed in range(3):
-        add_run(study, "continued", seed, every=2)
-        add_run(study, "in-order", seed, every=1 if seed else 2, tokens=500)
-    rows = read_rows(write_tables(study, "missing-50", "test", None))
+def read_tables(study, against: str = "continued"):
+    """Return the rows of the results and those of the differences of missing-50, by name."""
+    rows = read_rows(write_tables(study, ["missing-50"], "test", against))
     results = {row["name"]: row for row in rows if "seeds" in row}
-    assert list(results) == ["continued", "in-order"]
-    assert results["continued"]["precision"] == "1.000 ± 0.000" and results["continued"]["recall"].startswith(
-        "0.5"
-    )
-    assert results["continued"]["generated tokens"] == "0"
-    assert results["in-order"]["generated tokens"] == "1,000"
-    assert results["in-order"]["seeds"] == "0, 1, 2"
-    (difference,) = [row for row in rows if "seeds" not in row]
-    value, interval = difference["recall"].split(" [")
+    return results, {row["name"]: row for row in rows if "seeds" not in row}
+
+
+def test_the_table_has_means_differences_costs_and_the_ceiling(study):
+    for seed in range(3):
+        add_arm(study, "continued", seed, every=2)
+        add_arm(study, "recommended", seed, every=1 if seed else 2, tokens=500)
+    add_arm(study, "continued", 0, every=1, regime="complete")
+    answer(study, study / "before", every=3)
+    results, differences = read_tables(study)
+    assert list(results) == ["before the start", "continued", "recommended", "complete labels: continued"]
+    assert results["continued"]["precision"] == "1.000 ± 0.000"
+    assert results["continued"]["recall"].startswith("0.5") and results["continued"]["generated tokens"] == "0"
+    assert results["recommended"]["generated tokens"] == "1,000" and results["recommended"]["seeds"] == "0, 1, 2"
+    assert int(results["continued"]["skipped"].split()[0]) > 0
+    assert list(differences) == ["before the start", "recommended", "complete labels: continued"]
+    value, interval = differences["recommended"]["recall"].split(" [")
     gained = (1 - float(results["continued"]["recall"].split()[0])) * 2 / 3
     assert float(value) == pytest.approx(gained, abs=2e-3)
-    over_images, with_seeds = interval.strip("]").split("; ")
-    assert 0 < float(over_images.split(" to ")[0]) < gained
-    assert float(with_seeds.split(" to ")[0]) < float(over_images.split(" to ")[0])
+    low, high = map(float, interval.strip("]").split(" to "))
+    assert low < 0 < gained < high  # one of the three seeds gained nothing
 
 
 def test_only_seeds_that_both_have_are_compared(study):
-    add_run(study, "continued", 0, every=1)
-    add_run(study, "continued", 1, every=2)
-    add_run(study, "stage2", 1, every=2)
-    (difference,) = [
-        row for row in read_rows(write_tables(study, "missing-50", "test", [100])) if "seeds" not in row
-    ]
-    assert difference["F1@0.5"] == "+0.000 [+0.000 to +0.000]"
+    add_arm(study, "continued", 0, every=1)
+    add_arm(study, "continued", 1, every=2)
+    add_arm(study, "closing", 1, every=2)
+    _, differences = read_tables(study)
+    assert differences["closing"]["F1@0.5"] == "+0.000 [+0.000 to +0.000]"
+    assert list(read_tables(study, against="closing")[1]) == ["continued"]
 
 
-def test_class_accuracy_is_the_share_of_found_objects_with_the_right_name(study):
-    add_run(study, "continued", 0, every=1)
-    add_run(study, "stage2", 0, every=1, wrong_desc=True)
-    rows = {
-        row["name"]: row for row in read_rows(write_tables(study, "missing-50", "test", None)) if "seeds" in row
-    }
-    assert rows["continued"]["class accuracy"] == "1.000" and rows["stage2"]["class accuracy"] == "0.000"
-    assert rows["stage2"]["recall, any class"] == "1.000"
+def test_the_interval_of_paired_seeds_holds_images_and_seeds():
+    chooser = np.random.default_rng(1)
+
+    def draw(rate: float):
+        hits = chooser.random((400, 5)) < rate
+        return {"recall_50": np.stack([hits.sum(axis=1), np.full(400, 5)], axis=1)}
+
+    def width(*rates: float) -> float:
+        value, (low, high) = estimate_difference([(draw(0.5), draw(rate)) for rate in rates], "recall_50")
+        assert low < value < high
+        return high - low
+
+    one, agreeing, differing = width(0.7), width(0.7, 0.7, 0.7), width(0.6, 0.7, 0.8)
+    assert 0.03 < one < 0.08 and agreeing < one < differing
 
 
-def test_all_tokens_count_that_were_generated_and_no_others(study):
+def test_the_interval_covers_the_difference_of_two_arms_of_the_same_quality():
+    chooser, covered = np.random.default_rng(2), 0
+    for _ in range(200):
+        pairs = []
+        for shift in chooser.normal(0, 0.05, 3):
+            hits = chooser.random((2, 100, 5)) < np.array([0.5, 0.5 + shift])[:, None, None]
+            pairs.append(tuple({"x": np.stack([side.sum(axis=1), np.full(100, 5)], axis=1)} for side in hits))
+        low, high = estimate_difference(pairs, "x")[1]
+        covered += low <= 0 <= high
+    assert covered >= 180
+
+
+def test_class_accuracy_and_duplicates(study):
+    add_arm(study, "continued", 0, every=1)
+    add_arm(study, "closing", 0, every=1, wrong_desc=True)
+    add_arm(study, "recommended", 0, every=1, twice=True)
+    results, _ = read_tables(study)
+    assert results["continued"]["class accuracy"] == "1.000" and results["closing"]["class accuracy"] == "0.000"
+    assert results["closing"]["recall, any class"] == "1.000"
+    assert results["recommended"]["F1@0.5"] < results["recommended"]["F1, dedup"] == "1.000"
+
+
+def test_costs_include_labelling_and_what_an_arm_builds_on_but_not_the_test(tmp_path):
+    for number, tokens in ((1, 10), (2, 30)):
+        folder = tmp_path / f"self-training-{number}"
+        (folder / "run").mkdir(parents=True)
+        (folder / "found.samples.jsonl").write_text(f'{{"tokens": {tokens}}}\n' * 2)
+        costs = [("found.samples.jsonl", 5.0), ("run/checkpoint-2/manifest.json", 2.0), ("test/preds.json", 9.0)]
+        lines = [{"makes": makes, "seconds": seconds} for makes, seconds in costs]
+        (folder / "seconds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert count_tokens(tmp_path / "self-training-1") == 20 and count_tokens(tmp_path / "self-training-2") == 80
+    assert sum_seconds(tmp_path / "self-training-1") == 7 and sum_seconds(tmp_path / "self-training-2") == 14
+
+
+def test_all_tokens_count_that_were_generated(tmp_path):
     lines = {
-        "best-of-4": [{"step": 1, "rollout/tokens": 10, "rollout/unused_tokens": 30}],
+        "agreement": [{"step": 1, "rollout/tokens": 10, "rollout/unused_tokens": 30}],
         "grpo": [{"step": 1, "generated_tokens": 40}, {"step": 2, "generated_tokens": 90}],
-        "noise": [{"step": 1, "rollout/tokens": 10}],
+        "start": [],
     }
     for name, logged in lines.items():
-        (folder := study / name).mkdir()
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in logged))
-        noise = {"rollout_matching": {"noise": {"enabled": name == "noise"}}}
-        (folder / "resolved.yaml").write_text(yaml.safe_dump(noise))
-    assert [count_tokens(study / name) for name in lines] == [40, 90, 0]
+        (tmp_path / name / "run").mkdir(parents=True)
+        text = "".join(json.dumps(line) + "\n" for line in logged)
+        (tmp_path / name / "run/metrics.jsonl").write_text(text)
+    assert [count_tokens(tmp_path / name) for name in lines] == [40, 90, 0]

@@ -58,6 +58,22 @@ def test_the_reward_is_f1_of_the_valid_objects_with_class(text, expected):
     assert reward(text, CUP, DOG) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("objects", "expected"),
+    [
+        ((CUP, DOG, EXTRA), 1.0),  # the label of the extra may be missing
+        ((CUP, EXTRA), 2 / 3),
+        ((EXTRA,), 0.0),
+        ((CUP, CUP, DOG), 4 / 5),
+        ((CUP, ("cat", DOG[1])), 1 / 2),
+    ],
+)
+def test_a_reward_for_incomplete_labels_ignores_what_overlaps_no_label(objects, expected):
+    ids = encode(answer(*objects), SMALL)
+    reward = grpo.reward_answer(ids, 1, record(CUP, DOG), SMALL, ignore_unmatched=True)
+    assert reward == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("text", "expected"), [("{}", 1.0), (answer(CUP), 0.0), ("cup", 0.0), ("{", 0.0)])
 def test_on_an_empty_image_only_a_complete_answer_without_objects_is_rewarded(text, expected):
     assert reward(text) == expected
