@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import get_args
 
 from coordexp.answers.match import pairwise_iou
 from coordexp.data import Record, RecordFile, TrueObject
-from coordexp.detect.suggestions import RESOLUTION, Ranking, Suggestion, SuggestionRules, suggest_labels
+from coordexp.detect.suggestions import RESOLUTION, Suggestion, SuggestionRules, suggest_labels
 from coordexp.evaluate import read_predictions, read_truth
 from coordexp.evaluate.answer import ImageAnswer
 from coordexp.evaluate.predictions import Truth, read_samples
@@ -114,14 +113,10 @@ def main() -> None:
     sampled = read_all_samples(options.preds, options.samples, [answer.image_id for answer in answers], set(ids))
     print(f"{len(ids)} images\n\n| {' | '.join(HEADS)} |\n|{' --- |' * len(HEADS)}")
     for iou, other in itertools.product(options.iou, options.other_iou):
-        for ranking in get_args(Ranking) if sampled else ("score",):
-            rules = SuggestionRules(iou, other, ranking=ranking)
-            report = suggest_labels(kept, [*chosen, *sampled], rules)
-            print(
-                format_row(
-                    f"{ranking}, IoU {iou:g}, other classes {other:g}", measure(kept, complete, report.suggestions)
-                )
-            )
+        report = suggest_labels(kept, [*chosen, *sampled], SuggestionRules(iou, other))
+        ranking = "agreement" if sampled else "score"
+        name = f"{ranking}, IoU {iou:g}, other classes {other:g}"
+        print(format_row(name, measure(kept, complete, report.suggestions)))
 
 
 def read_all_samples(preds: Path, count: int, ids: Sequence[int], wanted: set[int]) -> list[ImageAnswer]:
