@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import get_args
 
 from coordexp.answers.match import pairwise_iou
 from coordexp.data import Record, RecordFile, TrueObject
-from coordexp.detect.suggestions import RESOLUTION, Ranking, Suggestion, SuggestionRules, suggest_labels
+from coordexp.detect.suggestions import RESOLUTION, Suggestion, SuggestionRules, suggest_labels
 from coordexp.evaluate import read_predictions, read_truth
 from coordexp.evaluate.predictions import Truth, read_samples
 
@@ -107,10 +106,8 @@ def main() -> None:
     kept = [(id, record) for id, record in truth if id in ids]
     sampled = read_samples(options.preds, options.samples, [*ids]) if options.samples else []
     print(f"{len(ids)} images\n\n| {' | '.join(HEADS)} |\n|{' --- |' * len(HEADS)}")
-    for ranking in get_args(Ranking) if sampled else ("score",):
-        rules = SuggestionRules(SAME_IOU, SAME_IOU, ranking=ranking)
-        report = suggest_labels(kept, [*answers, *chain(*sampled)], rules)
-        print(format_row(ranking, measure(kept, complete, report.suggestions)))
+    report = suggest_labels(kept, [*answers, *chain(*sampled)], SuggestionRules(SAME_IOU, SAME_IOU))
+    print(format_row("agreement" if sampled else "score", measure(kept, complete, report.suggestions)))
 
 
 if __name__ == "__main__":

@@ -71,16 +71,15 @@ def find_agreed(
 
     Objects of different answers are the same if they overlap like duplicates. The sides of an agreed box are the
     medians over the answers, an agreed polygon is that of the first answer, and the desc is the most frequent one.
-    With `match_classes` other than `any`, only objects of the same name are compared.
+    With `match_classes` other than `any`, only objects of the same name are compared; an object that takes the
+    label of another class in every answer that has it is a wrong name of that one, and is not agreed on.
     """
-    objects = []
+    objects, is_extra = [], []
     for number, answer in enumerate(answers):
-        duplicates = set(find_repeats(answer, settings))
-        objects += [
-            (number, TrueObject(name, shape))
-            for i, (name, shape) in enumerate(zip(answer.names, answer.shapes, strict=True))
-            if i not in duplicates
-        ]
+        duplicates, match = find_repeats(answer, settings), match_answer(answer, truth, settings)
+        kept = [i for i in range(len(answer.shapes)) if i not in duplicates]
+        objects += [(number, TrueObject(answer.names[i], answer.shapes[i])) for i in kept]
+        is_extra += [i in match.false_positives for i in kept]
     if not objects:
         return ()
     things = [*(thing for _, thing in objects), *truth]
@@ -94,10 +93,11 @@ def find_agreed(
         if not is_free[first]:
             continue
         members: dict[int, TrueObject] = {}
-        for k in np.flatnonzero(is_same[first] & is_free).tolist():
+        group = np.flatnonzero(is_same[first] & is_free).tolist()
+        for k in group:
             is_free[k] = False
             members.setdefault(objects[k][0], objects[k][1])
-        if len(members) >= settings.choice.votes:
+        if len(members) >= settings.choice.votes and any(is_extra[k] for k in group):
             agreed.append(_merge(objects[first][1], list(members.values())))
     return tuple(agreed)
 

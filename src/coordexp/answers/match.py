@@ -64,11 +64,13 @@ def match_objects(
 ) -> MatchResult:
     """Match predicted with true shapes. Without the `names` of both, all pairs are possible."""
     order = sorted(range(len(true)), key=lambda j: (true[j].bins, true[j].kind))
-    iou = _candidate_iou(predicted, [true[j] for j in order], settings)
-    feasible = iou >= settings.maskiou_gate  # False for NaN
-    rounds = [feasible]
+    same = None
     if names is not None and settings.match_classes != "any":
         same = have_same_name(names[0], [names[1][j] for j in order])
+    iou = _candidate_iou(predicted, [true[j] for j in order], settings, same)
+    feasible = iou >= settings.maskiou_gate  # False for NaN
+    rounds = [feasible]
+    if same is not None:
         rounds = [feasible & same, feasible & ~same][: 1 if settings.match_classes == "same" else 2]
     assignment: list[tuple[int, int]] = []
     for possible in rounds:
@@ -131,13 +133,21 @@ def _solve_group(links: list[tuple[int, int]], cost_change: Floats) -> list[tupl
     return [(rows[i], columns[j]) for i, j in _solve(cost_change[np.ix_(rows, columns)])]
 
 
-def _candidate_iou(predicted: Sequence[Geometry], true: Sequence[Geometry], settings: RolloutMatching) -> Floats:
-    """Return the mask IoU of all candidate pairs, and NaN for the others.
+def _candidate_iou(
+    predicted: Sequence[Geometry],
+    true: Sequence[Geometry],
+    settings: RolloutMatching,
+    same: NDArray[np.bool_] | None,
+) -> Floats:
+    """Return the mask IoU of all candidate pairs, and NaN for the others. All pairs of the `same` name are
+    candidates: closer objects of other names do not take their places.
 
     A shape that is too thin to cover a pixel of the canvas is compared by its bounding box.
     """
     boxes = bounding_boxes(predicted), bounding_boxes(true)
     chosen = choose_candidates(*boxes, settings.candidate_top_k)
+    if same is not None:
+        chosen |= same
     masks = [rasterise(shapes, settings.maskiou_resolution) for shapes in (predicted, true)]
     empty = [is_empty(side, settings.maskiou_resolution) for side in masks]
     iou = mask_iou(*masks)

@@ -148,7 +148,7 @@ def build_target(
     items += [Item.insert(j, truth[j]) for j in match.missed]
     items = _order_items(items, policy)
     if policy.added_policy is not None and valid:  # answers that are made from labels are not revised
-        items = policy.added_policy.config.revise(items, truth, complete)
+        items = list(policy.added_policy.config.revise(items, truth, complete))
     answer = (_continue_answer if is_kept else _rewrite_answer)(parsed, items, order, table)
     segment = _make_segment(prompt_ids, parsed, answer, items, policy, table)
     if is_kept:

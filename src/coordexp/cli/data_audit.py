@@ -9,7 +9,7 @@ from rich.text import Text
 
 from coordexp.cli.console import need, out, sanitize
 from coordexp.cli.data_suggest import DECISIONS, PREDICTIONS, SUGGESTIONS, DataOption
-from coordexp.cli.evaluate import evaluate_answers
+from coordexp.cli.evaluate import evaluate_file
 from coordexp.errors import UserError
 
 
@@ -34,30 +34,32 @@ def audit(
     the first ones. Use images that the model was not trained on, chosen at random.
     """
     need("hotcoco", extra="evaluate")
-    from coordexp.detect.audit import list_audited_objects, read_judgements
+    from coordexp.detect.audit import find_judged, list_audited_objects, read_judged
     from coordexp.evaluate import incomplete
 
-    report = evaluate_answers(data, preds or folder / PREDICTIONS)
-    judgements = read_judgements(folder / SUGGESTIONS, folder / DECISIONS, report)
+    judged = read_judged(folder / SUGGESTIONS, folder / DECISIONS)
+    report = evaluate_file(data, preds or folder / PREDICTIONS)
+    judgements = find_judged(judged, report)
     objects, images = list_audited_objects(report, judgements), len(judgements)
     states = Counter(item.state for item in objects)
     if images < 2 or not states["found"] + states["accepted"]:
         raise UserError(
             f"{data}: nothing to estimate from", "audit about 50 images in which the model finds labels"
         )
-    judged = states["accepted"] + states["rejected"]
+    decided = states["accepted"] + states["rejected"]
     out.print(
         f"{states['found'] + states['unseen']:,} labels in {images:,} images, of which the model found "
-        f"{states['found']:,}; {judged:,} of {judged + states['undecided']:,} suggestions judged, "
+        f"{states['found']:,}; {decided:,} of {decided + states['undecided']:,} suggestions judged, "
         f"{states['accepted']:,} accepted"
     )
     result = incomplete.audit(objects, images)
     out.print(Text(f"labelled share: {result.share}", style="bold"))
     for title, shares in (("by size, in thirds", result.by_size), ("by class", result.by_class)):
-        out.print(title)
+        if shares:
+            out.print(title)
         for name, share in list(shares.items())[:10]:
             out.print(f"  {sanitize(name):<24} {share}", markup=False)
-    out.print("are labels missing at random?")
+    out.print("are labels missing at random?" if result.tests else "too few objects to see whether at random")
     for by, (p, least) in result.tests.items():
         group = {"size": f"{least} objects", "crowding": f"images with {least} objects"}.get(by, sanitize(least))
         answer = "no" if p < incomplete.P_RANDOM else "nothing speaks against it"

@@ -1,7 +1,8 @@
-"""`coordexp evaluate`: how good predictions are, as a table, as JSON and as a page to look at."""
+"""`coordexp evaluate`: how good predictions are, as a table, as JSON and as a page to look at, and how certain the
+difference between two models is."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from coordexp.files import write_json
 
 if TYPE_CHECKING:
     from coordexp.evaluate import EvaluationReport
+    from coordexp.evaluate.incomplete import Estimate, Floats
 
 MAX_CLASSES = 20  # on the terminal; the JSON and the page have all
 MIN_WIDTH = 80  # columns that the tables need so that no number is cut
@@ -28,7 +30,13 @@ def evaluate(
         Path, typer.Option("--data", "-d", exists=True, dir_okay=False, help="The records.", show_default=False)
     ],
     preds: Annotated[
-        Path, typer.Option("--preds", "-p", help="preds.json of predict, or any COCO results.", show_default=False)
+        list[Path],
+        typer.Option(
+            "--preds",
+            "-p",
+            help="preds.json of predict, or any COCO results. Twice: compare the second with the first.",
+            show_default=False,
+        ),
     ],
     report_file: Annotated[
         Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the report here, as JSON.")
@@ -42,82 +50,136 @@ def evaluate(
         typer.Option(help="Of incomplete labels: the interval that `data audit` printed, e.g. 0.57 0.67."),
     ] = None,
     judged: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Of incomplete labels: a folder of `data suggest` on these predictions, with decisions.json.",
+            help="Of incomplete labels: the folder of `data suggest` on each --preds, with decisions.json.",
         ),
     ] = None,
 ) -> None:
     """Compare predictions with the ground truth: AP and AR, F1, and behaviour. Exits 1 if the files do not fit.
 
     If labels are incomplete, --judged or --labelled-share estimate precision, recall and F1 against all objects.
+    With two --preds, print the differences of the second from the first, with paired intervals.
     """
     need("hotcoco", "PIL", extra="evaluate")
     if labelled_share is not None and not 0 < labelled_share[0] <= labelled_share[1] <= 1:
         raise UserError("--labelled-share is no interval of a share", "give two numbers, e.g. 0.57 0.67")
-    from coordexp.data import RecordFile
-    from coordexp.evaluate import evaluate_results, read_results, read_truth
-    from coordexp.evaluate.predictions import answers_path
+    if len(preds) > (1 if page_file else 2) or len(judged or preds) != len(preds):
+        raise UserError(
+            f"{len(preds)} --preds and {len(judged or ())} --judged",
+            "give one or two --preds, and as many --judged or none, in the same order; --page is about one",
+        )
+    from coordexp.detect.audit import count_judged, find_judged, read_judged
 
-    if preds.is_file() and not answers_path(preds).exists():  # of another detector
-        with progress(f"reading {preds}"):
-            truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
-            results = read_results(preds, truth)
-        with progress(f"evaluating {len(truth)} images"):
-            report = evaluate_results(truth, results)
+    folders = [(folder / SUGGESTIONS, folder / DECISIONS) for folder in judged or ()]
+    decided = [read_judged(*files) for files in folders] or [() for _ in preds]
+    reports = [evaluate_file(data, path) for path in preds]
+    rows = [count_judged(report, find_judged(own, report)) for own, report in zip(decided, reports, strict=True)]
+    is_incomplete = labelled_share is not None or bool(judged)
+    names = list(map(str, preds))
+    if len(reports) == 1:
+        _print(reports[0])
+        content = {"data": str(data), "preds": names[0]} | reports[0].as_dict()
     else:
-        report = evaluate_answers(data, preds)
-    _print(report)
-    is_incomplete = labelled_share is not None or judged is not None
-    estimates = _estimate_quality(report, labelled_share, judged) if is_incomplete else {}
+        out.print(f"A  {names[0]}\nB  {names[1]}", markup=False)
+        content = {"data": str(data), "preds": names} | _compare(reports, is_incomplete)
+    if is_incomplete:
+        content |= _estimate_quality(rows, labelled_share, bool(judged))
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
-        head = {"data": str(data), "preds": str(preds)}
-        write_json(report_file, head | report.as_dict() | estimates)
+        write_json(report_file, content)
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
-        description = f"{preds.name} on {data.name}"
+        description = f"{preds[0].name} on {data.name}"
         with progress(f"drawing {page_file}"):
             from coordexp.pages.document import save_page
             from coordexp.pages.evaluation import render_evaluation
 
-            save_page(page_file, render_evaluation(report, data.parent, description, images))
+            save_page(page_file, render_evaluation(reports[0], data.parent, description, images))
         out.print(f"wrote {page_file}", markup=False)
 
 
+def _compare(reports: "Sequence[EvaluationReport]", is_incomplete: bool) -> dict[str, Any]:
+    """Print and return how the second report differs from the first, according to the labels."""
+    from coordexp.cli.report import make_difference_table
+    from coordexp.evaluate.incomplete import Estimate
+    from coordexp.evaluate.report import count_comparisons
+    from coordexp.pages.comparison import NEED_ALL_LABELS, bootstrap_differences
+
+    counts = [count_comparisons([image.comparison for image in report.images]) for report in reports]
+    rows = {
+        row.name: replace(row, is_biased=is_incomplete and row.name.startswith(NEED_ALL_LABELS))
+        for row in bootstrap_differences(counts[:1], counts[1:], resamples=2000)
+    }
+    wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
+    wide.print(make_difference_table(list(rows.values()), len(reports[0].images)))
+    if not is_incomplete and (f1 := rows.get("f1_50")) and f1.image_interval:
+        _print_verdict("F1 on the labels", Estimate(f1.value, *f1.image_interval), "evaluate more images")
+    return {"differences": {name: asdict(row) for name, row in rows.items()}}
+
+
 def _estimate_quality(
-    report: "EvaluationReport", share: tuple[float, float] | None, judged: Path | None
+    rows: "Sequence[Floats]", share: tuple[float, float] | None, is_judged: bool
 ) -> dict[str, Any]:
-    """Print and return the quality of the predictions against all objects."""
-    from coordexp.detect.audit import count_judged, read_judgements
-    from coordexp.evaluate.incomplete import estimate_quality
+    """Print and return the quality against all objects, and if there are two models, how they differ."""
+    from coordexp.evaluate.incomplete import MEASURES, estimate_quality
 
-    files = judged and (judged / SUGGESTIONS, judged / DECISIONS)
-    judgements = read_judgements(*files, report) if files else [[] for _ in report.images]
-    quality = estimate_quality(count_judged(report, judgements), share, judged is not None)
+    qualities = [estimate_quality(own, share, is_judged) for own in rows]
     out.print(Text("estimated, against all objects, with and without a label", style="bold"))
-    for name, estimate in quality.estimates.items():
-        out.print(f"  {name:<10} {estimate}")
-    if judged is not None:
-        more = "judge more images" if quality.more is None else f"judge {quality.more:,} more suggestions"
-        known = "precision is known to 3 points"
-        out.print(f"  {known}" if quality.more == 0 else f"  to know precision to 3 points, {more}")
-    return asdict(quality)
+    result = qualities[0] if len(rows) == 1 else estimate_quality(rows[1], share, is_judged, base=rows[0])
+    for name in MEASURES:
+        cells = [str(quality.estimates.get(name, "-")) for quality in qualities]
+        if len(rows) == 2 and name in result.estimates:
+            cells.append(_format_difference(result.estimates[name]))
+        out.print(f"  {name:<10} {'   '.join(cells)}", markup=False)
+    matched = [estimate_quality(own, None, False).estimates.get("precision") for own in rows]
+    if share and not is_judged and any(known and known.low > share[1] for known in matched):
+        note = "more predicted objects match a label than the labelled share allows: judge suggestions (--judged)"
+        out.print(Text(f"note: {note}", style="yellow"))
+    if len(rows) == 1:
+        out.print(f"  {_advise('precision', result.more, is_judged)}")
+        return asdict(result)
+    if f1 := result.estimates.get("f1"):
+        _print_verdict("estimated F1", f1, _advise("it", result.more, is_judged))
+    return {"estimates": [asdict(quality) for quality in qualities], "difference": asdict(result)}
 
 
-def evaluate_answers(data: Path, preds: Path) -> "EvaluationReport":
+def _advise(subject: str, more: int | None, is_judged: bool) -> str:
+    """Return what makes an interval narrow. `more` is how many more judgements do, or None if they cannot."""
+    if more == 0:
+        return f"{subject} is known to 3 points"
+    enough = "judge more images" if more is None else f"judge {more:,} more suggestions of each model"
+    return f"to know {subject} to 3 points, {enough if is_judged else 'judge suggestions (--judged)'}"
+
+
+def _print_verdict(measure: str, difference: "Estimate", advice: str) -> None:
+    better = "B" if difference.low > 0 else "A" if difference.high < 0 else None
+    verdict = f"use {better}" if better else f"no clear difference; {advice}"
+    out.print(Text(f"B: {measure} {_format_difference(difference)}: {verdict}", style="bold"))
+
+
+def _format_difference(difference: "Estimate") -> str:
+    return f"{difference.value:+.3f} [{difference.low:+.3f} to {difference.high:+.3f}]"
+
+
+def evaluate_file(data: Path, preds: Path) -> "EvaluationReport":
+    """Evaluate predictions, or the results of another detector, which have no answers."""
     from coordexp.data import RecordFile
-    from coordexp.evaluate import evaluate, read_predictions, read_truth
+    from coordexp.evaluate import evaluate, evaluate_results, read_predictions, read_results, read_truth
+    from coordexp.evaluate.predictions import answers_path
 
     with progress(f"reading {preds}"):
         truth = read_truth(RecordFile(data, partial(err.print, markup=False)))
-        answers = read_predictions(preds, truth)
+        if preds.is_file() and not answers_path(preds).exists():
+            compare = partial(evaluate_results, truth, read_results(preds, truth))
+        else:
+            compare = partial(evaluate, truth, read_predictions(preds, truth))
         if not truth:
             raise UserError(f"{data} has no records", "give the file that was predicted on")
     with progress(f"evaluating {len(truth)} images"):
-        return evaluate(truth, answers)
+        return compare()
 
 
 def _print(report: "EvaluationReport") -> None:

@@ -14,7 +14,7 @@ from coordexp.cli.console import err, need, need_page, out, progress, sanitize
 from coordexp.errors import UserError, explain
 
 if TYPE_CHECKING:
-    from coordexp.pages.comparison import ComparisonResult, GroupComparison
+    from coordexp.pages.comparison import ComparisonResult, RateDifference
     from coordexp.pages.run_folder import RunGroup
 
 MIN_WIDTH = 100  # columns that a table needs so that no number is cut
@@ -115,23 +115,24 @@ def _print_report(groups: "Sequence[RunGroup]", result: "ComparisonResult | str"
         wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
         for comparison in result.comparisons:
             wide.print()
-            wide.print(_make_table(comparison, result.images))
+            letters, seeds = (comparison.base.letter, comparison.other.letter), comparison.has_seed_intervals
+            wide.print(make_difference_table(comparison.rows, result.images, letters, seeds))
         for note in result.notes:
             err.print(sanitize(note), markup=False, style="yellow")
         out.print()
 
 
-def _make_table(comparison: "GroupComparison", images: int) -> Table:
+def make_difference_table(
+    rows: "Sequence[RateDifference]", images: int, letters: tuple[str, str] = ("A", "B"), seeds: bool = False
+) -> Table:
     """A row is bold if it has intervals and none of them contains 0."""
     from coordexp.pages.report import EVALUATED
 
-    seeds = comparison.has_seed_intervals
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
-    letters = (comparison.base.letter, comparison.other.letter)
     heads = [f"{images} images", *letters, "difference", "95 % over images"]
     for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else [])]):
         table.add_column(head, justify="right" if k else "left", no_wrap=True)
-    for row in comparison.rows:
+    for row in rows:
         if row.name in SHOWN:
             title = Text(EVALUATED[row.name][0])
             table.add_row(title, *row.describe(seeds), style="bold" if row.is_clear else "")

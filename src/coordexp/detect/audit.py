@@ -1,5 +1,6 @@
 """The judgements of a person about suggestions, as the estimates from incomplete labels need them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,13 @@ from coordexp.evaluate.incomplete import AuditedObject, Floats, State
 
 STATES: dict[Decision | None, State] = {"accept": "accepted", "reject": "rejected", None: "undecided"}
 
+Judged = Sequence[tuple[Suggestion, State]]
 Judgements = list[list[tuple[int, State]]]  # for each image, the numbers of predicted objects that were suggested
 
 
-def read_judgements(suggestions: Path, decisions: Path, report: EvaluationReport) -> Judgements:
-    """Return what a person says about the predictions of a report. Raise UserError unless the suggestions that are
-    decided stand for all: they are in random order, or none is undecided. Raise DataError if they are about other
-    predictions."""
+def read_judged(suggestions: Path, decisions: Path) -> Judged:
+    """Return the suggestions with what a person says about them. Raise UserError unless those that are decided
+    stand for all: they are in random order, or none is undecided."""
     file = read_suggestions(suggestions)
     decided = read_decisions(decisions, file) if file.suggestions else {}
     scores = [suggestion.score for suggestion in file.suggestions]
@@ -34,22 +35,27 @@ def read_judgements(suggestions: Path, decisions: Path, report: EvaluationReport
             f"{decisions}: suggestion {first} is undecided, and later ones are not: those do not stand for all",
             "decide about all up to the last decided one; the page shows undecided ones of all classes and scores",
         )
-    by_image: dict[int, list[Suggestion]] = {}
-    for suggestion in file.suggestions:
-        by_image.setdefault(suggestion.image_id, []).append(suggestion)
+    return [(suggestion, STATES[decided.get(suggestion.id)]) for suggestion in file.suggestions]
+
+
+def find_judged(judged: Judged, report: EvaluationReport) -> Judgements:
+    """Return what a person says about the predictions of a report. Raise DataError if it is about others."""
+    by_image: dict[int, list[tuple[Suggestion, State]]] = {}
+    for suggestion, state in judged:
+        by_image.setdefault(suggestion.image_id, []).append((suggestion, state))
     judgements: Judgements = []
     for comparison in (image.comparison for image in report.images):
         judgements.append([])
         places = [(item.desc, item.bins) for item in comparison.answer.valid]
-        for suggestion in by_image.pop(comparison.image_id, []):
+        for suggestion, state in by_image.pop(comparison.image_id, []):
             check_record(suggestion, comparison.record)
             place = (suggestion.item.desc, comparison.record.in_bins(suggestion.item))
             if place not in places:
                 raise DataError(
-                    f"{suggestions}: suggestion {suggestion.id} is no object of the predictions",
+                    f"image_id {comparison.image_id}: suggestion {suggestion.id} is no object of the predictions",
                     "give the predictions that the suggestions were made from, without sampled answers",
                 )
-            judgements[-1].append((places.index(place), STATES[decided.get(suggestion.id)]))
+            judgements[-1].append((places.index(place), state))
     if by_image:
         raise DataError(f"image_id {min(by_image)} has suggestions and no answer", "give the data they are about")
     return judgements

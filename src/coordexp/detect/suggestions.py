@@ -48,7 +48,6 @@ RESOLUTION = 256  # pixels of the canvas on which polygons are compared
 DIGITS: dict[Space, int] = {"pixel": 3, "norm1000": 3, "unit": 6, "bin": 0}  # after the decimal point
 _SAME_FILE = "give the file that the suggestions were made for"
 
-Ranking = Literal["score", "agreement", "both"]
 Decision = Literal["accept", "reject"]
 
 
@@ -61,7 +60,6 @@ class SuggestionRules:
     other_iou: float
     new_classes: bool = False
     ignore_exhaustive: bool = False
-    ranking: Ranking = "both"
     shuffle: bool = False
 
 
@@ -115,13 +113,10 @@ class Candidate:
         """The share of the answers that have the object."""
         return len(self.scores) / self.answers
 
-    def score(self, ranking: Ranking) -> float:
-        """Return the value that the object is ranked by: its best score, its agreement, or its agreement and,
-        among objects of equal agreement, the mean of its scores. With one answer, the last is the score itself."""
-        if ranking == "score":
-            return self.scores[0]
-        if ranking == "agreement":
-            return self.agreement
+    @property
+    def score(self) -> float:
+        """The value that the object is ranked by: its agreement and, among objects of equal agreement, the mean of
+        its scores. With one answer, it is the score itself."""
         return (len(self.scores) - 1 + sum(self.scores) / len(self.scores)) / self.answers
 
 
@@ -147,7 +142,7 @@ def suggest_labels(truth: "Truth", answers: "Iterable[ImageAnswer]", rules: Sugg
         chosen += [(image_id, item) for item in kept]
         report.explained += explained
         report.repeated += len(candidates) - len(kept) - explained
-    chosen.sort(key=lambda entry: -entry[1].score(rules.ranking))  # equal ones stay in the order of the data
+    chosen.sort(key=lambda entry: -entry[1].score)  # equal ones stay in the order of the data
     if rules.shuffle:
         random.Random(0).shuffle(chosen)  # noqa: S311  (not a secret)
     suggestions = []
@@ -156,7 +151,7 @@ def suggest_labels(truth: "Truth", answers: "Iterable[ImageAnswer]", rules: Sugg
         label = to_record_object(item.desc, item.geometry, record, category_id)
         agreement = item.agreement if item.answers > 1 else None
         place = (number, image_id, record.image, len(record.objects))
-        suggestions.append(Suggestion(*place, label, item.score(rules.ranking), agreement))
+        suggestions.append(Suggestion(*place, label, item.score, agreement))
     report.suggestions = tuple(suggestions)
     return report
 
@@ -230,7 +225,7 @@ def choose_candidates(
     labels = [TrueObject(item.desc, Geometry(item.kind, record.in_bins(item))) for item in record.objects]
     if not candidates:
         return [], 0
-    ranked = sorted(candidates, key=lambda item: -item.score(rules.ranking))
+    ranked = sorted(candidates, key=lambda item: -item.score)
     objects: list[TrueObject | Candidate] = [*labels, *ranked]
     overlap = pairwise_iou([item.geometry for item in objects], RESOLUTION)
     is_same = overlap >= np.where(_have_same_class([item.desc for item in objects]), rules.iou, rules.other_iou)

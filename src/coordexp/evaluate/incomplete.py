@@ -7,7 +7,7 @@ formula: among objects of about the same size, a model is assumed to find those 
 
 Every estimate is a function of sums over images. Its variance is that of the jackknife, which leaves out one image
 at a time, so it includes that only a part of the suggestions was judged. An interval is Wilson's, for as many
-trials as have that variance, with the quantile of Student's t.
+trials as have that variance, with the quantile of Student's t. That of a difference of two models is symmetric.
 """
 
 import math
@@ -24,7 +24,9 @@ SIZES = ("small", "medium", "large")
 STRATA = 2 * len(SIZES)  # halves of these, in which missing labels are estimated
 CROWDS = ("few", "some", "many")
 MIN_OBJECTS = 5  # of a class whose share is estimated, and of a group in a test
-PRECISE = 0.03  # half of an interval of precision that more judgements should reach
+PRECISE = 0.03  # half of an interval of precision, or of a difference of F1, that more judgements should reach
+STEP = 0.01  # of the share of suggestions that are right, for slopes
+MEASURES = ("precision", "recall", "f1")
 P_RANDOM = 0.05 / 3  # three tests, so that one of them is below by chance in at most 5 of 100 audits
 
 Floats = NDArray[np.float64]
@@ -33,7 +35,7 @@ State = Literal["found", "unseen", "accepted", "rejected", "undecided"]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value between 0 and 1 and the ends of its 95 % interval."""
+    """A value and the ends of its 95 % interval."""
 
     value: float
     low: float
@@ -180,39 +182,61 @@ def compare_shares(groups: Sequence[tuple[str, Floats, Floats]]) -> tuple[float,
 
 @dataclass(frozen=True)
 class Quality:
-    """Precision, recall and F1 against all objects, with and without a label. `more` is how many more judgements
-    would bring the interval of precision to 3 points on each side: None if judgements alone cannot."""
+    """Precision, recall and F1 against all objects, with and without a label, or how much higher they are than
+    those of another model. What is of nothing is left out. `more` is how many more judgements of each model would
+    bring the interval of precision, or of the difference of F1, to 3 points on each side: None if judgements alone
+    cannot."""
 
     estimates: dict[str, Estimate]
     more: int | None
 
 
-def estimate_quality(counts: Floats, share: tuple[float, float] | None, is_judged: bool) -> Quality:
+def estimate_quality(
+    counts: Floats, share: tuple[float, float] | None, is_judged: bool, *, base: Floats | None = None
+) -> Quality:
     """Estimate quality from a row for each image: predicted objects that match a label, all of them, and labels;
-    then suggestions among the others, those judged, and those accepted.
+    then suggestions among the others, those judged, and those accepted. With the rows of another model on the same
+    images as `base`, estimate how much higher quality is than there.
 
     Without judgements, the interval of the labelled share says how many predicted objects are right. With both, it
     says how many objects there are. Without it, recall is that on the labels, which is right if labels are missing
     at random."""
-    sums, images = counts.sum(axis=0), len(counts)
-    middle = share and sum(share) / 2
-    values, variances = jackknife(counts, lambda rows: _quality(rows, middle, is_judged))
-    trials = np.maximum(1, [sums[1], sums[2], sums[1] + sums[2]])
-    columns = zip(values.tolist(), variances.tolist(), trials.tolist(), strict=True)
-    estimates = [wilson(*column, images) for column in columns]
-    if share is not None:
-        ends = np.sort([_quality(sums, end, is_judged) for end in share], axis=0).T.tolist()
-        estimates = [_widen(estimate, *pair) for estimate, pair in zip(estimates, ends, strict=True)]
-    named = dict(zip(("precision", "recall", "f1"), estimates, strict=True))
-    return Quality(named, _count_more(counts) if is_judged else None)
+    models = np.stack([counts] if base is None else [base, counts], axis=1)
+    sums, images, middle = models.sum(axis=0), len(models), share and sum(share) / 2
+
+    def measure(rows: Floats, share: float | None = middle) -> Floats:
+        quality = _quality(rows, share, is_judged)
+        return np.asarray(quality[..., -1, :] - (0 if base is None else quality[..., 0, :]))
+
+    values, variances = jackknife(models, measure)
+    more = None
+    if is_judged:
+        fixed, by_judging = _split_variance(models, measure)
+        variances = np.maximum(variances, fixed + (by_judging / np.maximum(1, sums[:, 4:5])).sum(axis=0))
+        k = MEASURES.index("precision" if base is None else "f1")
+        room = (PRECISE / student(images)) ** 2 - float(fixed[k])
+        needed = float(by_judging[:, k].sum()) / room if room > 0 else math.inf
+        more = None if needed > sums[:, 3].min() else max(0, math.ceil(needed - sums[:, 4].min()))
+    ends = np.stack([values, *(measure(sums, end) for end in share or ())])
+    predicted, true = sums[:, 1:3].min(axis=0).tolist()
+    trials = {"precision": predicted, "recall": true, "f1": true and predicted + true}
+    estimates = {}
+    for k, name in enumerate(MEASURES):
+        if trials[name]:
+            value, half = float(values[k]), student(images) * math.sqrt(variances[k])
+            estimate = Estimate(value, value - half, value + half)
+            if base is None:
+                estimate = wilson(value, float(variances[k]), trials[name], images)
+            estimates[name] = _widen(estimate, ends[:, k], least=0.0 if base is None else -1.0)
+    return Quality(estimates, more)
 
 
-def _widen(estimate: Estimate, low: float, high: float) -> Estimate:
+def _widen(estimate: Estimate, ends: Floats, least: float) -> Estimate:
     """Return the estimate with an interval that includes the values at both ends of the labelled share, too."""
     value = estimate.value
-    below = math.hypot(value - estimate.low, value - low)
-    above = math.hypot(estimate.high - value, high - value)
-    return Estimate(value, max(0.0, value - below), min(1.0, value + above))
+    below = math.hypot(value - estimate.low, value - float(ends.min()))
+    above = math.hypot(estimate.high - value, float(ends.max()) - value)
+    return Estimate(value, max(least, value - below), min(1.0, value + above))
 
 
 def _quality(sums: Floats, share: float | None, is_judged: bool) -> Floats:
@@ -224,15 +248,18 @@ def _quality(sums: Floats, share: float | None, is_judged: bool) -> Floats:
     return np.stack([precision, recall, 2 * precision * recall / np.maximum(precision + recall, 1e-9)], axis=-1)
 
 
-def _count_more(counts: Floats) -> int | None:
-    """Return how many more judgements bring the interval of precision to `PRECISE` on each side, if they can. A
-    part of its variance does not fall with their number."""
-    _, predicted, _, suggested, judged, accepted = counts.sum(axis=0).tolist()
-    rate = (accepted + 1) / (judged + 2)
-    by_judging = rate * (1 - rate) * (suggested / max(1, predicted)) ** 2
-    _, fixed = jackknife(counts, lambda rows: (rows[..., 0] + rate * rows[..., 3]) / np.maximum(1, rows[..., 1]))
-    room = (PRECISE / student(len(counts))) ** 2 - float(fixed)
-    if room <= 0 or by_judging / room > suggested:
-        return None
-    more: int = max(0, math.ceil(by_judging / room - judged))
-    return more
+def _split_variance(models: Floats, measure: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
+    """Return the variance that measures have if it is known which share of the suggestions is right, and for each
+    model what a single judgement adds. The share is Laplace's: few judgements that all agree are not certain."""
+    _, _, _, _, judged, accepted = models.sum(axis=0).T
+    shares = (accepted + 1) / (judged + 2)
+
+    def judge_all(shares: Floats) -> Floats:
+        """Return the rows after all suggestions were judged, of which these shares are right."""
+        suggested = models[..., 3]
+        return np.concatenate([models[..., :4], np.stack([suggested, suggested * shares], axis=-1)], axis=-1)
+
+    values, fixed = jackknife(judge_all(shares), measure)
+    below = [measure(judge_all(row).sum(axis=0)) for row in shares - STEP * np.eye(len(shares))]
+    slopes = (values - np.stack(below)) / STEP
+    return fixed, (shares * (1 - shares))[:, None] * slopes**2

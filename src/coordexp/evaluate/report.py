@@ -334,7 +334,11 @@ def count_by_image(truth: Truth, answers: Sequence[ImageAnswer]) -> dict[str, Co
 
     Each of them is two counts per image, so its value over any images is a ratio of two sums. That is all that
     resampling images needs."""
-    comparisons = compare_images(truth, answers)
+    return count_comparisons(compare_images(truth, answers))
+
+
+def count_comparisons(comparisons: Sequence[ImageComparison]) -> dict[str, Counts]:
+    """Return the same for images that have been compared."""
     classes = true_classes(comparisons)
     by_image = [_count_image(image, match_image(image, THRESHOLDS[:1]), classes) for image in comparisons]
     return {name: np.array([counts[name] for counts in by_image], dtype=np.int64) for name in rate_names()}

@@ -82,6 +82,15 @@ def test_a_pseudo_label_gets_the_name_that_the_answers_agree_on():
     assert text_of(correction) == write(CUP, DOG, CAT)
 
 
+def test_a_wrong_name_at_the_place_of_a_label_is_not_agreed_but_another_object_there_is():
+    """The answers call the cat a fox, in its place. In the second case one of them has the cat, too."""
+    settings = union().model_copy(update={"match_classes": "prefer"})
+    fox = box("fox", 140, 700)
+    correction = corrected(write(CUP), write(fox), write(fox), settings=settings)
+    assert text_of(correction) == write(CUP, CAT)
+    assert choose(write(CUP, CAT, fox), write(fox), settings=settings).agreed == (fox,)
+
+
 def test_an_agreed_object_is_inserted_without_supervision():
     texts = write(CUP, CAT), write(CUP, DOG), write(DOG)
     correction = corrected(*texts, settings=union())

@@ -255,3 +255,12 @@ def test_an_object_that_is_left_after_its_class_takes_what_no_object_of_that_cla
     assert match_objects([HORSE, COLT], [HORSE, RIDER], settings, names).pairs == ((0, 1), (1, 0))
     names = (["foal", "rider"], ["rider", "horse"])
     assert match_objects([HORSE, RIDER], [RIDER, HORSE], settings, names).pairs == ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize(("classes", "pairs"), [("any", ()), ("prefer", ((0, 2),)), ("same", ((0, 2),))])
+def test_nearer_objects_of_other_classes_do_not_take_the_place_of_the_candidate_of_the_same_class(classes, pairs):
+    """The two others have the box of the prediction and nearly no area in common with it."""
+    sliver, edge = poly(100, 100, 400, 600, 110, 100), poly(100, 100, 400, 600, 100, 110)
+    settings = RolloutMatching(match_classes=classes, candidate_top_k=2)
+    names = ["horse"], ["rider", "dog", "horse"]
+    assert match_objects([box(100, 100, 400, 600)], [sliver, edge, COLT], settings, names).pairs == pairs

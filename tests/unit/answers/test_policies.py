@@ -148,8 +148,13 @@ class LastFirst:
         ]
 
 
-def revised(text: str, **policy) -> Correction:
-    added = SimpleNamespace(config=LastFirst())
+class Generated(LastFirst):
+    def revise(self, items, truth, complete):
+        yield from super().revise(items, truth, complete)
+
+
+def revised(text: str, config=LastFirst, **policy) -> Correction:
+    added = SimpleNamespace(config=config())
     settings = RolloutMatching(correction=CorrectionPolicy(**policy).model_copy(update={"added_policy": added}))
     ids = encode(text, QWEN)
     return correct(PROMPT, ids, TRUTH, table=QWEN, order="desc_first", settings=settings, complete=("cup",))
@@ -169,6 +174,13 @@ def test_a_policy_of_another_package_revises_what_the_settings_have_made_of_an_a
     targets = correction.segment.coord_targets
     bins = [bin for thing in (CAT, DOG, fox, CUP) for bin in thing.geometry.bins]
     assert targets[~np.isnan(targets)].tolist() == bins
+
+
+def test_a_policy_of_another_package_may_yield_its_objects():
+    text = write(CUP, box("lamp", 800, 400), CAT)
+    generated, listed = revised(text, Generated), revised(text)
+    assert generated.rebuilt == listed.rebuilt and len(listed.rebuilt.items) == 3
+    assert np.array_equal(generated.segment.ids, listed.segment.ids)
 
 
 def test_a_policy_of_another_package_alone_rebuilds_answers_and_leaves_those_made_from_labels_alone():

@@ -92,6 +92,18 @@ def test_the_audit_prints_the_labelled_share_and_the_closing_weight(folder):
         assert name in printed
 
 
+def test_an_audit_of_few_objects_has_no_empty_headings(tmp_path):
+    run("demo", "scenes", "--out", tmp_path / "scenes", "--train", 1, "--val", 3, "--objects", "2-2")
+    thin = tmp_path / "scenes/thin.jsonl"
+    run("data", "thin", tmp_path / "scenes/val.jsonl", "--remove", REMOVED, "--out", thin)
+    write_answers(tmp_path, "a", 1.0)
+    run("data", "suggest", "--data", thin, "--preds", tmp_path / "a/preds.json", "--out", tmp_path / "a")
+    decide(tmp_path, "a", 10)
+    printed = run("data", "audit", tmp_path / "a", "--data", thin)
+    assert "labelled share" in printed and "by size" in printed
+    assert "by class" not in printed and "too few objects" in printed
+
+
 def test_evaluate_estimates_the_quality_against_all_objects_from_judgements(folder):
     thin, out, preds = folder / "scenes/thin.jsonl", folder / "report.json", folder / "b/preds.json"
     printed = run("evaluate", "--data", thin, "--preds", preds, "--judged", folder / "b", "--out", out)
@@ -110,29 +122,73 @@ def measures(report):
 
 def preds_on_all(folder, name):
     """Write the answers again, for the complete labels."""
-    truth = read_truth(RecordFile(folder / "scenes/thin.jsonl"))
+    truth, path = read_truth(RecordFile(folder / "scenes/thin.jsonl")), folder / f"complete-{name}.json"
     answers = read_predictions(folder / name / "preds.json", truth)
-    write_predictions(folder / "complete.json", answers, read_truth(RecordFile(folder / "scenes/val.jsonl")))
-    return folder / "complete.json"
+    write_predictions(path, answers, read_truth(RecordFile(folder / "scenes/val.jsonl")))
+    return path
 
 
 def test_a_labelled_share_stands_in_for_judgements(folder):
-    preds, out = folder / "b/preds.json", folder / "share.json"
-    run(
-        "evaluate",
-        "--data",
-        folder / "scenes/thin.jsonl",
-        "--preds",
-        preds,
-        "--labelled-share",
-        0.5,
-        0.7,
-        "--out",
-        out,
-    )
-    report = json.loads(out.read_text())
+    report, printed = estimate_from_share(folder, 0.5, 0.7)
     assert report["estimates"]["precision"]["value"] == pytest.approx(measures(report)["precision"] / 0.6)
     assert report["estimates"]["recall"]["value"] == pytest.approx(measures(report)["recall"])
+    assert "note" not in printed
+
+
+def test_matches_that_a_labelled_share_makes_impossible_are_noted(folder):
+    assert "note" in estimate_from_share(folder, 0.2, 0.3)[1]
+
+
+def estimate_from_share(folder, low, high):
+    data, preds, out = folder / "scenes/thin.jsonl", folder / "b/preds.json", folder / "share.json"
+    printed = run("evaluate", "--data", data, "--preds", preds, "--labelled-share", low, high, "--out", out)
+    return json.loads(out.read_text()), printed
+
+
+def compare(folder, data, preds, *more):
+    out = folder / "difference.json"
+    printed = run("evaluate", "--data", data, *both("--preds", preds), *more, "--out", out)
+    return json.loads(out.read_text()), printed
+
+
+def both(option, paths):
+    return [word for path in paths for word in (option, path)]
+
+
+def test_two_models_are_compared_and_the_better_one_is_named(folder):
+    complete, thin = folder / "scenes/val.jsonl", folder / "scenes/thin.jsonl"
+    true, printed = compare(folder, complete, [preds_on_all(folder, name) for name in "ab"])
+    assert true["differences"]["f1_50"]["image_interval"][0] > 0 and "use B" in printed
+    judged = both("--judged", [folder / name for name in "ab"])
+    report, printed = compare(folder, thin, [folder / name / "preds.json" for name in "ab"], *judged)
+    assert report["differences"]["f1_50"]["is_biased"] and not report["differences"]["recall_50"]["is_biased"]
+    for name, estimate in report["difference"]["estimates"].items():
+        whole = true["differences"][f"{name}_50"]
+        assert estimate["low"] < whole["other"] - whole["base"] < estimate["high"]
+    assert report["difference"]["estimates"]["f1"]["low"] > 0 and "use B" in printed
+    assert [set(quality["estimates"]) for quality in report["estimates"]] == [{"precision", "recall", "f1"}] * 2
+
+
+def test_a_model_is_not_better_than_itself(folder):
+    _, printed = compare(folder, folder / "scenes/thin.jsonl", [folder / "a/preds.json"] * 2)
+    assert "no clear difference" in printed
+
+
+def test_judgements_that_are_missing_are_reported_before_anything_is_read(folder):
+    result = CliRunner().invoke(
+        app,
+        ["evaluate", "--data", str(folder / "scenes/thin.jsonl"), "--preds", "none.json", "--judged", str(folder)],
+    )
+    assert result.exit_code == 1 and "suggestions.jsonl" in result.output and "none.json" not in result.output
+
+
+@pytest.mark.parametrize("options", [["--judged", "a"], ["--page", "a/page.html"], ["--preds", "a/preds.json"]])
+def test_what_does_not_fit_two_predictions_is_refused(folder, options):
+    option, path = options
+    preds = both("--preds", [folder / "a/preds.json", folder / "b/preds.json"])
+    arguments = ["evaluate", "--data", folder / "scenes/thin.jsonl", *preds, option, folder / path]
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == 1 and " --preds and " in result.output
 
 
 def test_the_best_suggestions_do_not_stand_for_all(folder):

@@ -90,12 +90,14 @@ def test_a_size_that_nobody_labels_has_no_share():
 # precision, recall and F1
 
 
-def draw_counts(seed, p_label=0.6, recall=0.7, wrong=1.5, judged=0.5, images=200):
-    """Return the counts of a model that finds a share of all objects, and the truth: precision, recall, F1."""
+def draw_counts(seed, p_label=0.6, recall=0.7, wrong=1.5, judged=0.5, images=200, model=None):
+    """Return the counts of a model that finds a share of all objects, and the truth: precision, recall, F1. The
+    images of a seed are the same for every `model`."""
     rng = np.random.default_rng(seed)
     skill = rng.uniform(0.8, 1.2, images) * recall
     true = 1 + rng.poisson(6, images)
     labels = rng.binomial(true, p_label)
+    rng = rng if model is None else np.random.default_rng((seed, model))
     matched, extra = rng.binomial(labels, skill), rng.binomial(true - labels, skill)
     noise, misplaced = rng.poisson(wrong, images), rng.poisson(0.3, images)
     accepted, rejected = rng.binomial(extra, judged), rng.binomial(noise, judged)
@@ -109,19 +111,78 @@ def draw_counts(seed, p_label=0.6, recall=0.7, wrong=1.5, judged=0.5, images=200
     )
 
 
-@pytest.mark.parametrize(("share", "is_judged"), [(None, True), ((), True), ((), False)])
-def test_95_of_100_intervals_cover_the_quality_against_all_objects(share, is_judged):
+def draw_share(seed):
+    """Return the interval of an audit whose standard error is 0.03."""
+    middle = 0.6 + 0.03 * np.random.default_rng(seed + RUNS).normal()
+    return middle - 0.06, middle + 0.06
+
+
+WAYS = pytest.mark.parametrize(("has_share", "is_judged"), [(False, True), (True, True), (True, False)])
+
+
+@WAYS
+def test_95_of_100_intervals_cover_the_quality_against_all_objects(has_share, is_judged):
     covered = []
     for seed in range(RUNS):
         counts, truth = draw_counts(seed)
-        if share is not None:  # from an audit whose standard error is 0.03
-            middle = 0.6 + 0.03 * np.random.default_rng(seed + RUNS).normal()
-            share = (middle - 0.06, middle + 0.06)
+        share = draw_share(seed) if has_share else None
         estimates = estimate_quality(counts, share, is_judged).estimates.values()
         covered.append([item.low <= true <= item.high for item, true in zip(estimates, truth, strict=True)])
     shares = np.mean(covered, axis=0)
-    print(share, is_judged, shares)
+    print(has_share, is_judged, shares)
     assert (shares >= 0.92).all()
+
+
+@WAYS
+def test_95_of_100_intervals_cover_the_difference_of_two_models(has_share, is_judged):
+    """The second model finds more, and has more wrong objects."""
+    covered, clear = [], []
+    for seed in range(RUNS):
+        base, before = draw_counts(seed, recall=0.62, wrong=1.0, model=1)
+        other, after = draw_counts(seed, recall=0.7, wrong=1.5, judged=0.4, model=2)
+        share = draw_share(seed) if has_share else None
+        estimates = estimate_quality(other, share, is_judged, base=base).estimates.values()
+        true = np.subtract(after, before)
+        covered.append([item.low <= value <= item.high for item, value in zip(estimates, true, strict=True)])
+        clear.append([item.low > 0 or item.high < 0 for item in estimates])
+    shares = np.mean(covered, axis=0)
+    print(has_share, is_judged, "cover:", shares, "not 0:", np.mean(clear, axis=0))
+    assert (shares >= 0.92).all() and shares[:2].min() <= 0.985
+    assert np.mean(clear, axis=0)[1] > 0.9  # 8 points of recall are seen in 200 images
+
+
+def test_images_that_are_hard_for_both_models_do_not_widen_the_interval_of_a_difference():
+    base, other = (draw_counts(0, recall=recall, model=1)[0] for recall in (0.6, 0.7))
+    half = estimate_quality(other, None, True, base=base).estimates["recall"]
+    paired, alone = half.high - half.low, estimate_quality(other, None, True).estimates["recall"]
+    assert paired < 1.2 * (alone.high - alone.low)  # 1.4 times for two models on different images
+
+
+def test_three_judgements_that_agree_are_not_certain():
+    base, other = (draw_counts(0, judged=0, recall=recall, model=1)[0] for recall in (0.5, 0.7))
+    base[:3, 4:] = other[:3, 4:] = 1  # in both, three of three are right
+    result = estimate_quality(other, None, True, base=base)
+    assert result.estimates["recall"].low > 0.1
+    assert result.estimates["precision"].low < -0.1 and result.estimates["precision"].high > 0.1
+
+
+def test_as_many_judgements_as_it_says_bring_the_interval_of_a_difference_to_three_points():
+    def compare(seed, judged):
+        models = [draw_counts(seed, judged=judged, images=400, model=model)[0] for model in (1, 2)]
+        return estimate_quality(models[1], None, True, base=models[0]), models[0][:, 3].sum()
+
+    first = [compare(seed, 0.05) for seed in range(20)]
+    share = 0.05 + np.median([quality.more / suggested for quality, suggested in first])
+    f1 = [compare(seed, share)[0].estimates["f1"] for seed in range(20)]
+    print(share, halves := [(item.high - item.low) / 2 for item in f1])
+    assert 0.05 < share < 1 and np.mean(halves) == pytest.approx(PRECISE, abs=0.003)
+
+
+def test_what_is_of_nothing_has_no_estimate():
+    empty, labelled = np.zeros((20, 6)), np.tile([0.0, 0, 3, 0, 0, 0], (20, 1))
+    assert estimate_quality(empty, (0.5, 0.6), False).estimates == {}
+    assert set(estimate_quality(labelled, (0.5, 0.6), False).estimates) == {"recall", "f1"}
+    assert set(estimate_quality(labelled, None, True, base=empty).estimates) == set()
 
 
 def test_as_many_judgements_as_it_says_bring_the_interval_of_precision_to_three_points():
