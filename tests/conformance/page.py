@@ -53,8 +53,8 @@ sent.
 
 {gpu}
 
-The brackets have what the proofs ran on, unless it is pure code alone, and the file with the test that is closest
-to reality: `config/contract` stands for `tests/unit/config/test_contract.py`, and `integration/stage2` for
+The brackets have the test that is closest to reality: what it ran on, unless it is pure code, and its file.
+`config/contract` stands for `tests/unit/config/test_contract.py`, and `integration/stage2` for
 `tests/integration/test_stage2.py`. A part without brackets has the proof of its requirement's line.
 `grep -rn R05.C1 tests` finds all tests of C1 below R05.
 
@@ -164,12 +164,12 @@ def _common_proof(requirement: str) -> str:
 
 
 def _proof(identity: str) -> str:
-    """Return what the proofs of a part ran on, and the file that is closest to reality."""
+    """Return the file of the test of a part that is closest to reality, and what it ran on if not on pure code."""
     proofs = sorted(claims().get(identity, []), key=lambda claim: list(KINDS).index(claim.kind))
     if not proofs:
         return "not done, by choice" if identity in deviations() else "not proven"
-    kinds = [kind for kind in KINDS if kind in _kinds(identity)]
-    return ("" if kinds == ["pure"] else f"{', '.join(kinds)}: ") + _short_name(proofs[0].test)
+    kind = "" if proofs[0].kind == "pure" else f"{proofs[0].kind}: "
+    return kind + _short_name(proofs[0].test)
 
 
 def _short_name(test: str) -> str:
