@@ -42,15 +42,17 @@ def test_the_key_of_an_entry_that_is_cut_off_does_not_count_for_the_first_append
     assert list(core.objects(segment)) == ["object_2", "object_3"]
 
 
-@pytest.mark.scenario("R21.C1", "R21.S1", on="pure")
+@pytest.mark.scenario("R19.C9", "R21.C1", "R21.S1", on="pure")
 @pytest.mark.parametrize(
-    "text", ["", "no idea", "{", "{}", answer(entry("object_1", "x", box(900, 900, 990, 990)))]
+    ("text", "kept"),
+    [("", 0), ("no idea", 0), ("{", 0), ("{}", 0), (answer(entry("object_1", "x", box(900, 900, 990, 990))), 1)],
 )
-def test_all_true_objects_are_appended_when_nothing_matches(core, text):
+def test_all_true_objects_are_appended_when_nothing_matches(core, text, kept):
     _, match, segment = core.build(text, [CUP, DOG, ROOF])
     assert match.missed == (0, 1, 2)
-    written = list(core.objects(segment).values())[-3:]
-    assert [item["desc"] for item in written] == ["red cup", "dog", "roof"]
+    written = core.objects(segment)
+    assert list(written) == [f"object_{number}" for number in range(1, kept + 4)]
+    assert [item["desc"] for item in written.values()][kept:] == ["red cup", "dog", "roof"]
 
 
 @pytest.mark.scenario("R22.C1", "R22.C2", "R22.C3", "R22.S1", on="pure")
