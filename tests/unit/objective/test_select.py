@@ -48,7 +48,7 @@ def test_a_segment_beyond_the_exact_window_is_still_found_by_binpacking():
     assert select(lengths, 100) == (0, 102)
 
 
-@pytest.mark.scenario("R05.C6", "R05.S1", on="pure")
+@pytest.mark.scenario("R05.C6", "R05.S1", "R37.S1", on="pure")
 def test_up_to_twelve_segments_the_result_is_what_trying_all_subsets_gives():
     for seed in range(400):
         count, capacity = 1 + seed % 12, 20 + seed % 31

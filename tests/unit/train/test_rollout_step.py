@@ -478,12 +478,13 @@ def test_each_of_several_rollouts_of_a_sample_is_checked(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_each_request_has_the_seed_of_its_place(tmp_path, rank):
     step = Step(tmp_path, TRUTH, SCRIPT, rank=rank)
-    stepping = accumulating(step, micro_steps=3)
+    stepping = accumulating(step, micro_steps=2, samples=2)
     stepping.collect_examples()
     stepping.collect_examples()
     assert [[request.seed for request in call] for call in step.backend.calls] == [
-        [request_seed(17, number, micro, rank, k) for micro in range(3) for k in range(4)] for number in range(2)
+        [request_seed(17, number, micro, rank, k) for micro in range(2) for k in range(2)] for number in range(2)
     ]
+    assert [request.image.path.rpartition("/")[2] for request in step.backend.calls[0]] == list(TRUTH)
 
 
 @pytest.mark.scenario("R08.C2", on="fake")
