@@ -29,6 +29,7 @@ def test_one_command_makes_the_headline_from_nothing(tmp_path):
     assert "difference to continued" in rows
 
 
+@pytest.mark.cold  # entry points of other packages are read while coordexp is imported
 def test_every_kind_of_arm_is_made_from_a_base_that_has_seen_no_complete_labels(tmp_path):
     arms = ["self-training-1", "closing", "offline", "agreement", "interpolated"]
     options = ["--out", str(tmp_path), "--size", "trial", "--regimes", "by-size", "--seeds", "1"]
