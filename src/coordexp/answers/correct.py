@@ -44,16 +44,18 @@ def choose_answer(
     if len(answers) == 1:
         return Choice(0)
     parsed = [parse_rollout(answer, table) for answer in answers]
-    index = max(range(len(parsed)), key=[_rank(answer, truth, settings) for answer in parsed].__getitem__)
+    matches = [match_answer(answer, truth, settings) for answer in parsed]
+    ranks = [_rank(answer, match, truth, settings) for answer, match in zip(parsed, matches, strict=True)]
+    index = max(range(len(parsed)), key=ranks.__getitem__)
     if settings.choice.rule == "best":
         return Choice(index)
-    return Choice(index, find_agreed(parsed, truth, settings))
+    return Choice(index, find_agreed(parsed, matches, truth, settings))
 
 
 def _rank(
-    answer: ParsedRollout, truth: Sequence[TrueObject], settings: RolloutMatching
+    answer: ParsedRollout, match: MatchResult, truth: Sequence[TrueObject], settings: RolloutMatching
 ) -> tuple[float, int, int, int]:
-    valid, match = answer.valid, match_answer(answer, truth, settings)
+    valid = answer.valid
     total = len(valid) + len(truth)
     f1 = 2 * len(match.pairs) / total if total else 1.0
     matched = [i for i, _ in match.pairs]
@@ -64,7 +66,10 @@ def _rank(
 
 
 def find_agreed(
-    answers: Sequence[ParsedRollout], truth: Sequence[TrueObject], settings: RolloutMatching
+    answers: Sequence[ParsedRollout],
+    matches: Sequence[MatchResult],
+    truth: Sequence[TrueObject],
+    settings: RolloutMatching,
 ) -> tuple[TrueObject, ...]:
     """Return the objects that at least `choice.votes` answers have and that overlap no true object by
     `maskiou_gate`. Duplicates within an answer do not count.
@@ -75,8 +80,8 @@ def find_agreed(
     label of another class in every answer that has it is a wrong name of that one, and is not agreed on.
     """
     objects, is_extra = [], []
-    for number, answer in enumerate(answers):
-        duplicates, match = find_repeats(answer, settings), match_answer(answer, truth, settings)
+    for number, (answer, match) in enumerate(zip(answers, matches, strict=True)):
+        duplicates = find_repeats(answer, settings)
         kept = [i for i in range(len(answer.shapes)) if i not in duplicates]
         objects += [(number, TrueObject(answer.names[i], answer.shapes[i])) for i in kept]
         is_extra += [i in match.false_positives for i in kept]

@@ -52,7 +52,7 @@ from coordexp.data import Geometry, TrueObject
 
 
 class Part(IntEnum):
-    """What a part of the corrected answer is for the loss."""
+    """How much of a part of the corrected answer has a loss."""
 
     context = 0  # it has none
     matched = 1  # the coordinates have one, and what the policy adds

@@ -2,7 +2,7 @@
 difference between two models is."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,13 +106,11 @@ def _compare(reports: "Sequence[EvaluationReport]", is_incomplete: bool) -> dict
     from coordexp.cli.report import make_difference_table
     from coordexp.evaluate.incomplete import Estimate
     from coordexp.evaluate.report import count_comparisons
-    from coordexp.pages.comparison import NEED_ALL_LABELS, bootstrap_differences
+    from coordexp.pages.comparison import bootstrap_differences, mark_biased
 
     counts = [count_comparisons([image.comparison for image in report.images]) for report in reports]
-    rows = {
-        row.name: replace(row, is_biased=is_incomplete and row.name.startswith(NEED_ALL_LABELS))
-        for row in bootstrap_differences(counts[:1], counts[1:], resamples=2000)
-    }
+    differences = bootstrap_differences(counts[:1], counts[1:], resamples=2000)
+    rows = {row.name: row for row in (mark_biased(differences) if is_incomplete else differences)}
     wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
     wide.print(make_difference_table(list(rows.values()), len(reports[0].images)))
     if not is_incomplete and (f1 := rows.get("f1_50")) and f1.image_interval:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NotRequired
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
@@ -177,14 +176,15 @@ def _group_answers(answers: "Iterable[ImageAnswer]", records: dict[int, Record])
 def merge_answers(answers: "Sequence[ImageAnswer]", iou: float) -> list[Candidate]:
     """Return the objects that the answers to an image have. Objects of one class that overlap by `iou` are one
     object. The greedy answer comes first, so that it decides between equal scores."""
-    from coordexp.answers.match import pairwise_iou
+    from coordexp.answers.match import have_same_name, pairwise_iou
 
     objects = [(number, item) for number, answer in enumerate(answers) for item in answer.valid]
     objects.sort(key=lambda entry: -_score(entry[1]))
     if not objects:
         return []
     is_same = pairwise_iou([item.geometry for _, item in objects], RESOLUTION) >= iou
-    is_same &= _have_same_class([str(item.desc) for _, item in objects])
+    names = [str(item.desc) for _, item in objects]
+    is_same &= have_same_name(names, names)
     np.fill_diagonal(is_same, True)
     is_free = np.ones(len(objects), dtype=bool)
     candidates = []
@@ -220,7 +220,7 @@ def choose_candidates(
 ) -> tuple[list[Candidate], int]:
     """Return the candidates that no label of the record explains and that repeat no better one, from the best
     score, and how many a label explains. Raise ValueError if the record has a label that cannot be used."""
-    from coordexp.answers.match import pairwise_iou
+    from coordexp.answers.match import have_same_name, pairwise_iou
 
     labels = [TrueObject(item.desc, Geometry(item.kind, record.in_bins(item))) for item in record.objects]
     if not candidates:
@@ -228,17 +228,13 @@ def choose_candidates(
     ranked = sorted(candidates, key=lambda item: -item.score)
     objects: list[TrueObject | Candidate] = [*labels, *ranked]
     overlap = pairwise_iou([item.geometry for item in objects], RESOLUTION)
-    is_same = overlap >= np.where(_have_same_class([item.desc for item in objects]), rules.iou, rules.other_iou)
+    names = [item.desc for item in objects]
+    is_same = overlap >= np.where(have_same_name(names, names), rules.iou, rules.other_iou)
     is_kept = np.arange(len(objects)) < len(labels)
     for k in range(len(labels), len(objects)):
         is_kept[k] = not (is_same[k] & is_kept).any()
     explained = int(is_same[len(labels) :, : len(labels)].any(axis=1).sum())
     return [item for item, kept in zip(ranked, is_kept[len(labels) :], strict=True) if kept], explained
-
-
-def _have_same_class(descs: Sequence[str]) -> NDArray[np.bool_]:
-    _, numbers = np.unique(np.array(descs, dtype=object), return_inverse=True)
-    return np.equal.outer(numbers, numbers)
 
 
 def to_record_object(desc: str, geometry: Geometry, record: Record, category_id: int | None) -> RecordObject:

@@ -150,9 +150,9 @@ def _labelled_share(sums: Floats) -> Floats:
     """Return the labelled share of a part of the objects. The sums are its labels and, by size, its accepted
     suggestions; then the labels of all objects and those found, by size; then suggestions, and those judged."""
     labels, suggested, judged = sums[..., 0], sums[..., -2], np.maximum(sums[..., -1], 1)
-    accepted, all_labels, found = np.split(sums[..., 1:-2], 3, axis=-1)
+    accepted, all_labels, found_labels = np.split(sums[..., 1:-2], 3, axis=-1)
     scale = np.where(suggested > 0, suggested / judged, 1)
-    missing = (accepted * (all_labels + 1) / (found + 1)).sum(axis=-1) * scale
+    missing = (accepted * (all_labels + 1) / (found_labels + 1)).sum(axis=-1) * scale
     return np.asarray(labels / np.maximum(labels + missing, 1e-9))
 
 

@@ -144,17 +144,14 @@ def compare_groups(
             counts.setdefault(group.letter, []).append(count_by_image(images, answers))
     notify(f"{resamples} resamples")
     base, notes = groups[0], _note_different_steps(groups, steps)
-    biased: tuple[str, ...] = ()
-    if not all(run.has_complete_labels for group in groups for run in group.runs):
-        biased = NEED_ALL_LABELS
+    has_complete_labels = all(run.has_complete_labels for group in groups for run in group.runs)
+    if not has_complete_labels:
         notes.append(INCOMPLETE)
 
     def compare_with_base(other: RunGroup) -> GroupComparison:
         rows = bootstrap_differences(counts[base.letter], counts[other.letter], resamples=resamples)
         rows += _read_average_precision(base, other, steps)
-        return GroupComparison(
-            base, other, tuple(replace(row, is_biased=row.name.startswith(biased)) for row in rows)
-        )
+        return GroupComparison(base, other, tuple(rows if has_complete_labels else mark_biased(rows)))
 
     comparisons = tuple(map(compare_with_base, groups[1:]))
     return ComparisonResult(len(evaluated), resamples, steps, comparisons, tuple(notes))
@@ -241,6 +238,11 @@ def _note_different_steps(groups: Sequence[RunGroup], steps: StepsByGroup) -> li
     words = "; ".join(f"{letter} {', '.join(map(str, group_steps))}" for letter, group_steps in steps.items())
     advice = f"--at {max(shared)} compares all at the last step they share" if shared else "they share no step"
     return [f"The last evaluations are of different steps ({words}); {advice}."]
+
+
+def mark_biased(rows: Sequence[RateDifference]) -> list[RateDifference]:
+    """Return the differences, with a mark at those that mean little if labels are incomplete."""
+    return [replace(row, is_biased=row.name.startswith(NEED_ALL_LABELS)) for row in rows]
 
 
 def bootstrap_differences(
