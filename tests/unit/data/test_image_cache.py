@@ -65,6 +65,12 @@ def test_what_killed_processes_have_left_is_removed_after_a_while(tmp_path):
     assert left == [f"0{PARTIAL}"] * len(folders)
 
 
+def size_of(path: Path) -> int:
+    with suppress(FileNotFoundError):  # the writers remove entries while they are listed
+        return path.stat().st_size
+    return 0
+
+
 def write_for_ever(folder: Path) -> None:
     cache = ImageCache(folder, SIZE)
     for number in itertools.cycle(range(ENTRIES)):
@@ -82,8 +88,7 @@ def test_three_processes_that_are_killed_while_they_write_leave_only_whole_entri
             writer.start()
         for writer in writers:
             time.sleep(rng.uniform(0.05, 0.3))
-            with suppress(FileNotFoundError):  # removed while they are listed
-                most = max(most, sum(path.stat().st_size for path in entries(tmp_path)))
+            most = max(most, sum(map(size_of, entries(tmp_path))))
             assert writer.is_alive(), "it has read other bytes than were written"
             writer.kill()
             writer.join()
