@@ -31,7 +31,6 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from study_table import RESAMPLES
 from transformers import AutoProcessor
 
 from coordexp.answers.expand import ordinal_rows
@@ -45,7 +44,7 @@ from coordexp.evaluate.answer import build_answer
 from coordexp.evaluate.report import count_by_image
 from coordexp.families import load_model
 from coordexp.files import write_json
-from coordexp.pages.comparison import bootstrap_differences
+from coordexp.intervals import bootstrap_differences
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.hugging_face import HuggingFaceBackend
 from coordexp.rollout.prompt import PromptBuilder
@@ -237,7 +236,7 @@ def write_table(out: Path) -> str:
         counts[arm] = [count_by_image(truth, read_predictions(folder / "preds.json", truth)) for folder in folders]
     for arm, own in counts.items():
         if arm != BASE and BASE in counts and len(own) == len(counts[BASE]):
-            for difference in bootstrap_differences(counts[BASE], own, resamples=RESAMPLES):
+            for difference in bootstrap_differences(counts[BASE], own):
                 if difference.name in ("f1_50", "f1_50_any_class"):
                     lines.append(f"\n{arm} - {BASE}, {difference.name}: {asdict(difference)}")
     return "\n".join(lines)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import t
 from study_arms import ARMS, BUILDS_ON, OPTIONAL_ARMS
 from study_data import REGIMES
 from study_jobs import read_seconds
@@ -24,11 +23,9 @@ from coordexp.evaluate.answer import drop_duplicates
 from coordexp.evaluate.predictions import Truth
 from coordexp.evaluate.report import count_by_image
 from coordexp.files import read_json_lines
-from coordexp.pages.comparison import RunCounts
+from coordexp.intervals import Estimate, RateDifference, RunCounts, bootstrap_differences
 from coordexp.pages.curves import EMPTY, read_log
 
-RESAMPLES = 2000
-LEVEL = 0.95
 DEDUP_IOU = 0.5
 CLASS_ACCURACY, DEDUP = "class accuracy", "F1, dedup"
 COLUMNS = {
@@ -131,35 +128,15 @@ def write_differences(rows: Sequence[Row], against: str) -> str:
         seeds = [seed for seed in base.counts if seed in row.counts]
         if row is base or not seeds:
             continue
-        pairs = [(base.counts[seed], row.counts[seed]) for seed in seeds]
-        lines.append(_join(row.name, *(_describe(*estimate_difference(pairs, name)) for name in columns.values())))
+        sides = ([arm.counts[seed] for seed in seeds] for arm in (base, row))
+        rates = {rate.name: rate for rate in bootstrap_differences(*sides, paired=True)}
+        lines.append(_join(row.name, *(_describe(rates.get(name)) for name in columns.values())))
     return "\n".join(lines)
-
-
-def estimate_difference(
-    pairs: Sequence[tuple[RunCounts, RunCounts]], name: str
-) -> tuple[float, tuple[float, float]]:
-    """Return the mean difference of a rate between paired runs, and its 95 % interval.
-
-    All runs answered the same images, which are drawn anew together. The variance over images and that of the mean
-    over seeds are added, with the degrees of freedom of Welch and Satterthwaite."""
-    images = len(pairs[0][0][name])
-    drawn = np.random.default_rng(0).multinomial(images, [1 / images] * images, RESAMPLES)
-    whole = np.array([_rate(other, name) - _rate(base, name) for base, other in pairs])
-    over_images = np.mean([_rate(other, name, drawn) - _rate(base, name, drawn) for base, other in pairs], axis=0)
-    value, low, high = float(whole.mean()), *np.nanquantile(over_images, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    if len(pairs) == 1:
-        return value, (float(low), float(high))
-    over_seeds, total = whole.var(ddof=1) / len(pairs), float(np.nanvar(over_images, ddof=1))
-    total += over_seeds
-    freedom = (len(pairs) - 1) * (total / over_seeds) ** 2 if over_seeds else math.inf
-    half = float(t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(total)
-    return value, (value - half, value + half)
 
 
 def to_values(counts: RunCounts) -> dict[str, float]:
     """Return the value of every column."""
-    values = {title: float(_rate(counts, name)) for title, name in COLUMNS.items() if name}
+    values = {title: _rate(counts, name) for title, name in COLUMNS.items() if name}
     values |= {title: float(counts[COLUMNS[title]][:, 0].sum()) for title in COUNTED}
     found, named = (counts[name][:, 0].sum() for name in ("recall_50_any_class", "recall_50"))
     return values | {CLASS_ACCURACY: named / found if found else math.nan}
@@ -187,16 +164,15 @@ def _of_base(folder: Path, measure) -> float:
     return measure(folder.with_name(BUILDS_ON[folder.name])) if folder.name in BUILDS_ON else 0
 
 
-def _rate(counts: RunCounts, name: str, drawn=None):
-    """Return a rate over all images, or one for each drawing of images."""
-    above, below = counts[name].T if drawn is None else (drawn @ counts[name]).T
-    above, below = (above.sum(), below.sum()) if drawn is None else (above, below)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.divide(above, below)
+def _rate(counts: RunCounts, name: str) -> float:
+    above, below = counts[name].sum(axis=0)
+    return above / below if below else math.nan
 
 
-def _describe(value: float, interval: tuple[float, float]) -> str:
-    return f"{value:+.3f} [{interval[0]:+.3f} to {interval[1]:+.3f}]"
+def _describe(rate: RateDifference | None) -> str:
+    """Return a difference with its interval over images and seeds, or over images of one seed."""
+    interval = rate and (rate.seed_interval or rate.image_interval)
+    return Estimate(rate.value, *interval).describe_difference() if interval else "-"
 
 
 def _spread(values: Sequence[float], is_count: bool) -> str:

@@ -72,7 +72,10 @@ def reporting_a_run_whose_manifest_has(folder, changes):
     return CliRunner().invoke(app, ["report", str(folder / "one")]).output
 
 
-@provoke(["--out", "page.txt"], ["--out", "page"], ["--at", "best"])
+@provoke(
+    *(["--out", "page.txt"], ["--out", "page"], ["--at", "best"]),
+    *(["--labelled-share", *share] for share in (["0.5", "0.7"], ["0.7", "0.5"])),
+)
 def reporting(folder, options):
     return CliRunner().invoke(app, ["report", str(write_run(folder / "one")), *options]).output
 

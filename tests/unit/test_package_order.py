@@ -12,7 +12,7 @@ PACKAGE = SOURCE / "coordexp"
 # A part imports no part of its own line or of a later one.
 ORDER = (
     ("errors",),
-    ("files", "child_processes", "extensions", "logs", "tasks"),
+    ("files", "child_processes", "extensions", "intervals", "logs", "tasks"),
     ("families", "shapes"),
     ("config",),
     ("data",),

@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from coordexp.cli.console import err, need, out, progress
 from coordexp.cli.data_suggest import DECISIONS, SUGGESTIONS
+from coordexp.cli.report import LabelledShareOption, make_table, print_differences, print_quality, print_wide
 from coordexp.errors import UserError
 from coordexp.files import write_json
 
 if TYPE_CHECKING:
     from coordexp.evaluate import EvaluationReport
-    from coordexp.evaluate.incomplete import Estimate, Floats
 
 MAX_CLASSES = 20  # on the terminal; the JSON and the page have all
-MIN_WIDTH = 80  # columns that the tables need so that no number is cut
 
 
 def evaluate(
@@ -45,10 +43,7 @@ def evaluate(
         Path | None, typer.Option("--page", dir_okay=False, help="Write a page with the worst images here.")
     ] = None,
     images: Annotated[int, typer.Option(min=0, help="Images on the page, at most.")] = 60,
-    labelled_share: Annotated[
-        tuple[float, float] | None,
-        typer.Option(help="Of incomplete labels: the interval that `data audit` printed, e.g. 0.57 0.67."),
-    ] = None,
+    labelled_share: LabelledShareOption = None,
     judged: Annotated[
         list[Path] | None,
         typer.Option(
@@ -64,102 +59,59 @@ def evaluate(
     With two --preds, print the differences of the second from the first, with paired intervals.
     """
     need("hotcoco", "PIL", extra="evaluate")
-    if labelled_share is not None and not 0 < labelled_share[0] <= labelled_share[1] <= 1:
-        raise UserError("--labelled-share is no interval of a share", "give two numbers, e.g. 0.57 0.67")
     if len(preds) > (1 if page_file else 2) or len(judged or preds) != len(preds):
         raise UserError(
             f"{len(preds)} --preds and {len(judged or ())} --judged",
             "give one or two --preds, and as many --judged or none, in the same order; --page is about one",
         )
     from coordexp.detect.audit import count_judged, find_judged, read_judged
+    from coordexp.evaluate.incomplete import compare_quality
 
-    folders = [(folder / SUGGESTIONS, folder / DECISIONS) for folder in judged or ()]
-    decided = [read_judged(*files) for files in folders] or [() for _ in preds]
+    decided = [read_judged(folder / SUGGESTIONS, folder / DECISIONS) for folder in judged or ()]
     reports = [evaluate_file(data, path) for path in preds]
-    rows = [count_judged(report, find_judged(own, report)) for own, report in zip(decided, reports, strict=True)]
-    is_incomplete = labelled_share is not None or bool(judged)
-    names = list(map(str, preds))
+    pairs = zip(reports, decided or [()] * len(reports), strict=True)
+    rows = [[count_judged(report, find_judged(own, report))] for report, own in pairs]
+    quality = compare_quality(rows, labelled_share, bool(judged)) if judged or labelled_share else None
+    content: dict[str, Any] = {"data": str(data), "preds": [str(path) for path in preds]}
     if len(reports) == 1:
         _print(reports[0])
-        content = {"data": str(data), "preds": names[0]} | reports[0].as_dict()
+        content |= {"preds": str(preds[0])} | reports[0].as_dict()
     else:
-        out.print(f"A  {names[0]}\nB  {names[1]}", markup=False)
-        content = {"data": str(data), "preds": names} | _compare(reports, is_incomplete)
-    if is_incomplete:
-        content |= _estimate_quality(rows, labelled_share, bool(judged))
+        out.print(f"A  {preds[0]}\nB  {preds[1]}", markup=False)
+        content |= {"differences": _compare(reports, is_incomplete=quality is not None)}
+    if quality:
+        print_quality(quality)
+        content |= quality.content
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(report_file, content)
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
-        description = f"{preds[0].name} on {data.name}"
-        with progress(f"drawing {page_file}"):
-            from coordexp.pages.document import save_page
-            from coordexp.pages.evaluation import render_evaluation
-
-            save_page(page_file, render_evaluation(reports[0], data.parent, description, images))
-        out.print(f"wrote {page_file}", markup=False)
+        _write_page(page_file, reports[0], f"{preds[0].name} on {data.name}", data.parent, images)
 
 
 def _compare(reports: "Sequence[EvaluationReport]", is_incomplete: bool) -> dict[str, Any]:
     """Print and return how the second report differs from the first, according to the labels."""
-    from coordexp.cli.report import make_difference_table
-    from coordexp.evaluate.incomplete import Estimate
     from coordexp.evaluate.report import count_comparisons
-    from coordexp.pages.comparison import bootstrap_differences, mark_biased
+    from coordexp.intervals import Estimate, bootstrap_differences, mark_biased
 
-    counts = [count_comparisons([image.comparison for image in report.images]) for report in reports]
-    differences = bootstrap_differences(counts[:1], counts[1:], resamples=2000)
+    base, other = ([count_comparisons([image.comparison for image in report.images])] for report in reports)
+    differences = bootstrap_differences(base, other)
     rows = {row.name: row for row in (mark_biased(differences) if is_incomplete else differences)}
-    wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
-    wide.print(make_difference_table(list(rows.values()), len(reports[0].images)))
+    print_differences(list(rows.values()), len(reports[0].images))
     if not is_incomplete and (f1 := rows.get("f1_50")) and f1.image_interval:
-        _print_verdict("F1 on the labels", Estimate(f1.value, *f1.image_interval), "evaluate more images")
-    return {"differences": {name: asdict(row) for name, row in rows.items()}}
+        text = Estimate(f1.value, *f1.image_interval).describe_verdict("F1 on the labels", "evaluate more images")
+        out.print(Text(text, style="bold"))
+    return {name: asdict(row) for name, row in rows.items()}
 
 
-def _estimate_quality(
-    rows: "Sequence[Floats]", share: tuple[float, float] | None, is_judged: bool
-) -> dict[str, Any]:
-    """Print and return the quality against all objects, and if there are two models, how they differ."""
-    from coordexp.evaluate.incomplete import MEASURES, estimate_quality
+def _write_page(file: Path, report: "EvaluationReport", description: str, folder: Path, images: int) -> None:
+    from coordexp.pages.document import save_page
+    from coordexp.pages.evaluation import render_evaluation
 
-    qualities = [estimate_quality(own, share, is_judged) for own in rows]
-    out.print(Text("estimated, against all objects, with and without a label", style="bold"))
-    result = qualities[0] if len(rows) == 1 else estimate_quality(rows[1], share, is_judged, base=rows[0])
-    for name in MEASURES:
-        cells = [str(quality.estimates.get(name, "-")) for quality in qualities]
-        if len(rows) == 2 and name in result.estimates:
-            cells.append(_format_difference(result.estimates[name]))
-        out.print(f"  {name:<10} {'   '.join(cells)}", markup=False)
-    matched = [estimate_quality(own, None, False).estimates.get("precision") for own in rows]
-    if share and not is_judged and any(known and known.low > share[1] for known in matched):
-        note = "more predicted objects match a label than the labelled share allows: judge suggestions (--judged)"
-        out.print(Text(f"note: {note}", style="yellow"))
-    if len(rows) == 1:
-        out.print(f"  {_advise('precision', result.more, is_judged)}")
-        return asdict(result)
-    if f1 := result.estimates.get("f1"):
-        _print_verdict("estimated F1", f1, _advise("it", result.more, is_judged))
-    return {"estimates": [asdict(quality) for quality in qualities], "difference": asdict(result)}
-
-
-def _advise(subject: str, more: int | None, is_judged: bool) -> str:
-    """Return what makes an interval narrow. `more` is how many more judgements do, or None if they cannot."""
-    if more == 0:
-        return f"{subject} is known to 3 points"
-    enough = "judge more images" if more is None else f"judge {more:,} more suggestions of each model"
-    return f"to know {subject} to 3 points, {enough if is_judged else 'judge suggestions (--judged)'}"
-
-
-def _print_verdict(measure: str, difference: "Estimate", advice: str) -> None:
-    better = "B" if difference.low > 0 else "A" if difference.high < 0 else None
-    verdict = f"use {better}" if better else f"no clear difference; {advice}"
-    out.print(Text(f"B: {measure} {_format_difference(difference)}: {verdict}", style="bold"))
-
-
-def _format_difference(difference: "Estimate") -> str:
-    return f"{difference.value:+.3f} [{difference.low:+.3f} to {difference.high:+.3f}]"
+    with progress(f"drawing {file}"):
+        save_page(file, render_evaluation(report, folder, description, images))
+    out.print(f"wrote {file}", markup=False)
 
 
 def evaluate_file(data: Path, preds: Path) -> "EvaluationReport":
@@ -183,10 +135,9 @@ def evaluate_file(data: Path, preds: Path) -> "EvaluationReport":
 def _print(report: "EvaluationReport") -> None:
     tally = report.with_class.at(0.5)
     out.print(f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions\n")
-    wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
     for table in _make_tables(report):
-        wide.print(table)
-        wide.print()
+        print_wide(table)
+        out.print()
     for title, counts in (("invalid", report.behaviour.reasons), ("unknown", report.behaviour.unknown)):
         if counts:
             listed = ", ".join(f"{name} {count}" for name, count in list(counts.items())[:8])
@@ -236,16 +187,8 @@ Cell = str | Text | int | float | None
 
 
 def _make_table(rows: Iterable[Sequence[Cell]], *heads: str) -> Table:
-    """Return a table whose first column is for words and whose others are for numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
-    for k, head in enumerate(heads):
-        table.add_column(head, justify="right" if k else "left", no_wrap=True, max_width=None if k else 24)
+    table = make_table(*heads)
     for row in rows:
-        table.add_row(*map(_format_cell, row))
+        cells = ("-" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else cell for cell in row)
+        table.add_row(*(cell if isinstance(cell, Text) else str(cell) for cell in cells))
     return table
-
-
-def _format_cell(value: Cell) -> str | Text:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else value if isinstance(value, Text) else str(value)

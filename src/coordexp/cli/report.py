@@ -14,21 +14,24 @@ from coordexp.cli.console import err, need, need_page, out, progress, sanitize
 from coordexp.errors import UserError, explain
 
 if TYPE_CHECKING:
-    from coordexp.pages.comparison import ComparisonResult, RateDifference
+    from coordexp.evaluate.incomplete import QualityReport
+    from coordexp.intervals import RateDifference
+    from coordexp.pages.comparison import ComparisonResult
     from coordexp.pages.run_folder import RunGroup
 
 MIN_WIDTH = 100  # columns that a table needs so that no number is cut
-SHOWN = (
-    "f1_50",
-    "recall_50",
-    "precision_50",
-    "f1_50_any_class",
-    "duplicates",
-    "truncated",
-    "skipped",
-    "stopped",
-    "over_count",
-)
+QUALITY = ("f1_50", "recall_50", "precision_50", "f1_50_any_class")  # rates that are printed; the page has all
+BEHAVIOUR = ("duplicates", "truncated", "skipped", "stopped", "over_count")
+
+
+def _need_share(share: tuple[float, float] | None) -> tuple[float, float] | None:
+    if share is not None and not 0 < share[0] <= share[1] <= 1:
+        raise UserError("--labelled-share is no interval of a share", "give two numbers, e.g. 0.57 0.67")
+    return share
+
+
+SHARE = "Of incomplete labels: the interval that `data audit` printed, e.g. 0.57 0.67."
+LabelledShareOption = Annotated[tuple[float, float] | None, typer.Option(callback=_need_share, help=SHARE)]
 
 
 def report(
@@ -44,10 +47,7 @@ def report(
     page_file: Annotated[
         Path | None,
         typer.Option(
-            "--out",
-            "-o",
-            dir_okay=False,
-            help="The page. Unset: RUN/report.html, or report.html if several.",
+            "--out", "-o", dir_okay=False, help="The page. Unset: RUN/report.html, or report.html if several."
         ),
     ] = None,
     at: Annotated[
@@ -64,10 +64,12 @@ def report(
             help="Where the held-out records are now. Unset: where run.json says.",
         ),
     ] = None,
+    labelled_share: LabelledShareOption = None,
 ) -> None:
     """Make a page of curves, times and notes; for several runs, also settings that differ and paired intervals.
 
     Runs that differ only in seeds and names are one group: lines are means, bands lowest to highest.
+    If labels are incomplete, --labelled-share estimates precision, recall and F1 against all objects.
     """
     from coordexp.pages.comparison import compare_groups, reason_not_to_compare
     from coordexp.pages.document import save_page
@@ -81,21 +83,20 @@ def report(
             f"--at {at}: not a step", "give last, none, or a number N for which RUN/evaluations/step-N.json exists"
         )
     step = int(at) if at.isdecimal() else None
-    if len(runs) == 1 and (step is not None or data is not None):
-        raise UserError("--at and --data are for a comparison", "give two runs or more, or leave them out")
+    if len(runs) == 1 and (step is not None or data is not None or labelled_share is not None):
+        raise UserError("--at, --data and --labelled-share compare runs", "give two or more, or leave them out")
     with progress("reading") as notify:
         logged = []
         for folder in runs:
             notify(folder.name)
             logged.append(read_logged_run(folder))
         groups = group_runs(logged)
-    result: ComparisonResult | str  # or the reason why there is none
-    if reason := "--at none was given" if at == "none" else reason_not_to_compare(groups):
-        result = reason
-    else:
+    result: ComparisonResult | str | None  # or the reason why there is none
+    result = "--at none was given" if at == "none" else reason_not_to_compare(groups)
+    if result is None:
         need("hotcoco", extra="evaluate")
         with progress("comparing") as notify:
-            result = compare_groups(groups, step, resamples, data, notify)
+            result = compare_groups(groups, step, resamples, labelled_share, data, notify)
     with progress("drawing"):
         save_page(file, render_report(groups, result, find_inspector_pages(groups, file)))
     _print_report(groups, result)
@@ -104,39 +105,56 @@ def report(
 
 def _print_report(groups: "Sequence[RunGroup]", result: "ComparisonResult | str") -> None:
     for group in groups:
-        count = len(group.runs)
-        plural = "s" if count > 1 else ""
-        words = f"{group.letter}  {group.name}: {count} run{plural}, seed{plural} {group.seeds}"
+        plural = "s" if len(group.runs) > 1 else ""
+        words = f"{group.letter}  {group.name}: {len(group.runs)} run{plural}, seed{plural} {group.seeds}"
         out.print(sanitize(words), markup=False)
     if isinstance(result, str):
         if len(groups) > 1:
             err.print(sanitize(f"not compared: {result}"), markup=False, style="yellow")
     else:
-        wide = Console(width=max(out.width, MIN_WIDTH), highlight=False)
         for comparison in result.comparisons:
-            wide.print()
-            letters, seeds = (comparison.base.letter, comparison.other.letter), comparison.has_seed_intervals
-            wide.print(make_difference_table(comparison.rows, result.images, letters, seeds))
+            out.print()
+            print_differences(comparison.rows, result.images, (comparison.base.letter, comparison.other.letter))
+            if comparison.quality:
+                print_quality(comparison.quality)
         for note in result.notes:
             err.print(sanitize(note), markup=False, style="yellow")
         out.print()
 
 
-def make_difference_table(
-    rows: "Sequence[RateDifference]", images: int, letters: tuple[str, str] = ("A", "B"), seeds: bool = False
-) -> Table:
-    """A row is bold if it has intervals and none of them contains 0."""
+def print_differences(rows: "Sequence[RateDifference]", images: int, letters: Sequence[str] = "AB") -> None:
+    """Print a table of rates. A row is bold if it has intervals and none of them contains 0."""
     from coordexp.pages.report import EVALUATED
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
+    seeds = any(row.seed_interval for row in rows)
     heads = [f"{images} images", *letters, "difference", "95 % over images"]
-    for k, head in enumerate([*heads, *(["95 % with seeds"] if seeds else [])]):
-        table.add_column(head, justify="right" if k else "left", no_wrap=True)
+    table = make_table(*heads, *(["95 % with seeds"] if seeds else []))
     for row in rows:
-        if row.name in SHOWN:
+        if row.name in QUALITY + BEHAVIOUR:
             title = Text(EVALUATED[row.name][0])
             table.add_row(title, *row.describe(seeds), style="bold" if row.is_clear else "")
+    print_wide(table)
+
+
+def make_table(*heads: str) -> Table:
+    """Return a table without rows, whose first column is for words and whose others are for numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold underline")
+    for k, head in enumerate(heads):
+        table.add_column(head, justify="right" if k else "left", no_wrap=True, max_width=None if k else 24)
     return table
+
+
+def print_wide(table: Table) -> None:
+    Console(width=max(out.width, MIN_WIDTH), highlight=False).print(table)
+
+
+def print_quality(quality: "QualityReport") -> None:
+    out.print(Text(quality.title, style="bold"))
+    for name, cells in quality.rows.items():
+        out.print(f"  {name:<10} {'   '.join(cells)}", markup=False)
+    if quality.note:
+        out.print(Text(f"note: {quality.note}", style="yellow"))
+    out.print(Text(quality.conclusion, style="bold"))
 
 
 PORT = 8421
@@ -151,10 +169,7 @@ def inspect(
     ] = None,
     samples: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Most dumped examples on the page: the first step, the last, and others evenly.",
-        ),
+        typer.Option(min=1, help="Most dumped examples on the page: the first step, the last, and others evenly."),
     ] = 200,
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve the pages to this machine while the run goes on.")

@@ -9,7 +9,8 @@ from coordexp.detect.suggestions import Decision, Suggestion, check_record, read
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import EvaluationReport
 from coordexp.evaluate.comparison import LabelledShape
-from coordexp.evaluate.incomplete import AuditedObject, Floats, State
+from coordexp.evaluate.incomplete import AuditedObject, State
+from coordexp.intervals import Floats
 
 STATES: dict[Decision | None, State] = {"accept": "accepted", "reject": "rejected", None: "undecided"}
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordexp.answers.match import have_same_name
 from coordexp.evaluate.comparison import ImageComparison, LabelledShape, iou
 from coordexp.evaluate.matching import Matching
 
@@ -133,7 +134,7 @@ def find_duplicates(image: ImageComparison, matching: Matching) -> tuple[int, ..
     if len(set(descs)) == len(descs):
         return ()
     copies = iou(shapes, shapes, image.record.width, image.record.height) >= SAME
-    copies &= np.equal.outer(descs, descs) & ~np.eye(len(descs), dtype=bool)
+    copies &= have_same_name(descs, descs) & ~np.eye(len(descs), dtype=bool)
     matched = np.zeros(len(descs), dtype=bool)
     matched[[i for i, _ in matching.with_class[0]]] = True
     earlier = np.tri(len(descs), k=-1, dtype=bool)

@@ -8,18 +8,20 @@ formula: among objects of about the same size, a model is assumed to find those 
 Every estimate is a function of sums over images. Its variance is that of the jackknife, which leaves out one image
 at a time, so it includes that only a part of the suggestions was judged. An interval is Wilson's, for as many
 trials as have that variance, with the quantile of Student's t. That of a difference of two models is symmetric.
+Of several runs that differ only in seeds, quality is the mean, as in `coordexp.intervals`.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-LEVEL = 0.95
+from coordexp.intervals import Estimate, Floats, Interval, estimate_seed_interval, jackknife, student, wilson
+
 SIZES = ("small", "medium", "large")
 STRATA = 2 * len(SIZES)  # halves of these, in which missing labels are estimated
 CROWDS = ("few", "some", "many")
@@ -29,45 +31,9 @@ STEP = 0.01  # of the share of suggestions that are right, for slopes
 MEASURES = ("precision", "recall", "f1")
 P_RANDOM = 0.05 / 3  # three tests, so that one of them is below by chance in at most 5 of 100 audits
 
-Floats = NDArray[np.float64]
+JUDGE = "judge suggestions (evaluate --judged)"
+TOO_MANY_MATCHES = f"more predicted objects match a label than the labelled share allows: {JUDGE}"
 State = Literal["found", "unseen", "accepted", "rejected", "undecided"]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A value and the ends of its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} (95 %: {self.low:.2f} to {self.high:.2f})"
-
-
-def student(images: int) -> float:
-    """Return the number of standard errors on each side of an estimate from this many images."""
-    from scipy.stats import t
-
-    return float(t.ppf((1 + LEVEL) / 2, max(1, images - 1)))
-
-
-def jackknife(columns: Floats, statistic: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
-    """Return a statistic of the sums of the columns, [images, columns], and its variance."""
-    sums, images = columns.sum(axis=0), len(columns)
-    without = statistic(sums - columns)
-    return statistic(sums), (images - 1) * without.var(axis=0)
-
-
-def wilson(value: float, variance: float, trials: float, images: int) -> Estimate:
-    """Return the interval of a share that is known from at most this many trials."""
-    value, t = min(1.0, max(0.0, value)), student(images)
-    if variance > 0:
-        trials = min(trials, value * (1 - value) / variance) or trials
-    scale = 1 + t**2 / trials
-    centre = (value + t**2 / (2 * trials)) / scale
-    half = t / scale * np.sqrt(value * (1 - value) / trials + t**2 / (4 * trials**2))
-    return Estimate(value, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,52 +149,51 @@ def compare_shares(groups: Sequence[tuple[str, Floats, Floats]]) -> tuple[float,
 @dataclass(frozen=True)
 class Quality:
     """Precision, recall and F1 against all objects, with and without a label, or how much higher they are than
-    those of another model. What is of nothing is left out. `more` is how many more judgements of each model would
+    those of another model. What is of nothing is left out. `more` is how many more judgements of each run would
     bring the interval of precision, or of the difference of F1, to 3 points on each side: None if judgements alone
-    cannot."""
+    cannot. `seeds_decide` is whether F1 differs clearly over images, and only other seeds may explain it: None if
+    the intervals are over images alone."""
 
     estimates: dict[str, Estimate]
     more: int | None
+    seeds_decide: bool | None
 
 
 def estimate_quality(
-    counts: Floats, share: tuple[float, float] | None, is_judged: bool, *, base: Floats | None = None
+    runs: Sequence[Floats], share: Interval | None, is_judged: bool, *, base: Sequence[Floats] = ()
 ) -> Quality:
-    """Estimate quality from a row for each image: predicted objects that match a label, all of them, and labels;
-    then suggestions among the others, those judged, and those accepted. With the rows of another model on the same
-    images as `base`, estimate how much higher quality is than there.
+    """Estimate the mean quality of runs that differ only in seeds, or how much higher it is than that of other
+    runs on the same images, `base`. A run has a row for each image: predicted objects that match a label, all of
+    them, and labels; if it is judged, also suggestions among the others, those judged, and those accepted.
 
     Without judgements, the interval of the labelled share says how many predicted objects are right. With both, it
     says how many objects there are. Without it, recall is that on the labels, which is right if labels are missing
     at random."""
-    models = np.stack([counts] if base is None else [base, counts], axis=1)
+    models, split = np.stack([*base, *runs], axis=1), len(base)
+    weights = np.repeat([-1 / max(1, split), 1 / len(runs)], [split, len(runs)])
     sums, images, middle = models.sum(axis=0), len(models), share and sum(share) / 2
 
     def measure(rows: Floats, share: float | None = middle) -> Floats:
-        quality = _quality(rows, share, is_judged)
-        return np.asarray(quality[..., -1, :] - (0 if base is None else quality[..., 0, :]))
+        return np.asarray(weights @ _quality(rows, share, is_judged))
 
-    values, variances = jackknife(models, measure)
-    more = None
+    (values, variances), more = jackknife(models, measure), None
     if is_judged:
-        fixed, by_judging = _split_variance(models, measure)
-        variances = np.maximum(variances, fixed + (by_judging / np.maximum(1, sums[:, 4:5])).sum(axis=0))
-        k = MEASURES.index("precision" if base is None else "f1")
-        room = (PRECISE / student(images)) ** 2 - float(fixed[k])
-        needed = float(by_judging[:, k].sum()) / room if room > 0 else math.inf
-        more = None if needed > sums[:, 3].min() else max(0, math.ceil(needed - sums[:, 4].min()))
-    ends = np.stack([values, *(measure(sums, end) for end in share or ())])
+        least, more = _plan_judgements(models, measure, MEASURES.index("f1" if base else "precision"))
+        variances = np.maximum(variances, least)
+    ends = np.stack([measure(sums, end) for end in (middle, *(share or ()))])
+    halves, by_run = student(images) * np.sqrt(variances), _quality(sums, middle, is_judged)
     predicted, true = sums[:, 1:3].min(axis=0).tolist()
-    trials = {"precision": predicted, "recall": true, "f1": true and predicted + true}
-    estimates = {}
-    for k, name in enumerate(MEASURES):
-        if trials[name]:
-            value, half = float(values[k]), student(images) * math.sqrt(variances[k])
-            estimate = Estimate(value, value - half, value + half)
-            if base is None:
-                estimate = wilson(value, float(variances[k]), trials[name], images)
-            estimates[name] = _widen(estimate, ends[:, k], least=0.0 if base is None else -1.0)
-    return Quality(estimates, more)
+    estimates, seeds_decide = {}, None
+    for k, trials in enumerate([predicted, true, true and predicted + true]):
+        value, variance = float(values[k]), float(variances[k])
+        if trials and base:
+            interval = estimate_seed_interval(value, variance, [by_run[:split, k], by_run[split:, k]])
+            seeds_decide = None if interval is None else bool(abs(value) > halves[k])
+            estimate = Estimate(value, *(interval or (value - halves[k], value + halves[k])))
+            estimates[MEASURES[k]] = _widen(estimate, ends[:, k], least=-1.0)
+        elif trials:
+            estimates[MEASURES[k]] = _widen(wilson(value, variance, trials, images), ends[:, k], least=0.0)
+    return Quality(estimates, more, seeds_decide)
 
 
 def _widen(estimate: Estimate, ends: Floats, least: float) -> Estimate:
@@ -240,26 +205,79 @@ def _widen(estimate: Estimate, ends: Floats, least: float) -> Estimate:
 
 
 def _quality(sums: Floats, share: float | None, is_judged: bool) -> Floats:
-    matched, predicted, true, suggested, judged, accepted = np.moveaxis(sums, -1, 0)
-    right = matched + suggested * accepted / np.maximum(judged, 1) if is_judged else matched / (share or 1)
+    matched, predicted, true, *judgements = np.moveaxis(sums, -1, 0)
+    right = matched / (share or 1)
+    if is_judged:
+        suggested, judged, accepted = judgements
+        right = matched + suggested * accepted / np.maximum(judged, 1)
     hits = matched if share is None else right * share
     precision = np.minimum(1, right / np.maximum(predicted, 1))
     recall = np.minimum(1, hits / np.maximum(true, 1))
     return np.stack([precision, recall, 2 * precision * recall / np.maximum(precision + recall, 1e-9)], axis=-1)
 
 
-def _split_variance(models: Floats, measure: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
-    """Return the variance that measures have if it is known which share of the suggestions is right, and for each
-    model what a single judgement adds. The share is Laplace's: few judgements that all agree are not certain."""
-    _, _, _, _, judged, accepted = models.sum(axis=0).T
+def _plan_judgements(
+    models: Floats, measure: Callable[[Floats], Floats], decisive: int
+) -> tuple[Floats, int | None]:
+    """Return the least variances of measures that this many judgements allow, and how many more of each run make
+    the decisive one precise. The share of right suggestions is Laplace's: few that all agree are not certain."""
+    suggested, judged, accepted = models.sum(axis=0)[:, 3:].T
     shares = (accepted + 1) / (judged + 2)
 
     def judge_all(shares: Floats) -> Floats:
         """Return the rows after all suggestions were judged, of which these shares are right."""
-        suggested = models[..., 3]
-        return np.concatenate([models[..., :4], np.stack([suggested, suggested * shares], axis=-1)], axis=-1)
+        columns = models[..., 3]
+        return np.concatenate([models[..., :4], np.stack([columns, columns * shares], axis=-1)], axis=-1)
 
     values, fixed = jackknife(judge_all(shares), measure)
     below = [measure(judge_all(row).sum(axis=0)) for row in shares - STEP * np.eye(len(shares))]
-    slopes = (values - np.stack(below)) / STEP
-    return fixed, (shares * (1 - shares))[:, None] * slopes**2
+    by_judging = (shares * (1 - shares))[:, None] * ((values - np.stack(below)) / STEP) ** 2
+    room = (PRECISE / student(len(models))) ** 2 - float(fixed[decisive])
+    needed = float(by_judging[:, decisive].sum()) / room if room > 0 else math.inf
+    more = None if needed > suggested.min() else max(0, math.ceil(needed - judged.min()))
+    return fixed + (by_judging / np.maximum(1, judged)[:, None]).sum(axis=0), more
+
+
+@dataclass(frozen=True)
+class QualityReport:
+    """The quality of one model, or of two and how much higher that of the second is: for JSON, as the cells of a
+    table by measure, and what follows. A note says if the labelled share is not possible."""
+
+    content: dict[str, Any]
+    title: str
+    rows: dict[str, list[str]]
+    note: str
+    conclusion: str
+
+
+def compare_quality(
+    models: Sequence[Sequence[Floats]], share: Interval | None, is_judged: bool, letters: str = "AB"
+) -> QualityReport:
+    """Estimate the quality of one model, or of two and their difference. A model has runs as in
+    `estimate_quality`."""
+    qualities = [estimate_quality(runs, share, is_judged) for runs in models]
+    rows = {name: [str(quality.estimates.get(name, "-")) for quality in qualities] for name in MEASURES}
+    title, content = "estimated, against all objects, with and without a label", asdict(qualities[0])
+    title += f"; labelled share {share[0]:g} to {share[1]:g}" if share else ""
+    conclusion = _advise("precision", qualities[0].more, is_judged)
+    if len(models) > 1:
+        difference = estimate_quality(models[1], share, is_judged, base=models[0])
+        content = {"estimates": list(map(asdict, qualities)), "difference": asdict(difference)}
+        with_seeds = "" if difference.seeds_decide is None else ", that of the difference also over seeds"
+        title += f"; intervals over images{with_seeds}"
+        for name, estimate in difference.estimates.items():
+            rows[name].append(estimate.describe_difference())
+        advice = "train more seeds" if difference.seeds_decide else _advise("it", difference.more, is_judged)
+        f1 = difference.estimates.get("f1")
+        conclusion = f1.describe_verdict("estimated F1", advice, letters) if f1 else ""
+    matched = [estimate_quality(runs, None, False).estimates.get("precision") for runs in models]
+    is_possible = is_judged or not share or not any(known and known.low > share[1] for known in matched)
+    return QualityReport(content, title, rows, "" if is_possible else TOO_MANY_MATCHES, conclusion)
+
+
+def _advise(subject: str, more: int | None, is_judged: bool) -> str:
+    """Return what makes an interval narrow. `more` is how many more judgements do, or None if they cannot."""
+    if more == 0:
+        return f"{subject} is known to 3 points"
+    enough = "judge more images" if more is None else f"judge {more:,} more suggestions of each model"
+    return f"to know {subject} to 3 points, {enough if is_judged else JUDGE}"

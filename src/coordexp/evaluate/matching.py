@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from coordexp.answers.match import Floats, assign
+from coordexp.answers.match import Floats, assign, have_same_name
 from coordexp.evaluate.comparison import ImageComparison
 
 THRESHOLDS = tuple(k / 100 for k in range(50, 100, 5))
@@ -83,7 +83,7 @@ def match_image(image: ImageComparison, thresholds: Sequence[float] = THRESHOLDS
     if not image.overlap.size:
         nothing: tuple[tuple[Pair, ...], ...] = ((),) * len(thresholds)
         return Matching(nothing, nothing)
-    same = np.equal.outer([item.desc for item in image.predicted], [item.desc for item in image.true])
+    same = have_same_name([item.desc for item in image.predicted], [item.desc for item in image.true])
     return Matching(
         assign_at(thresholds, np.where(same, image.overlap, 0.0)), assign_at(thresholds, image.overlap)
     )

@@ -46,20 +46,9 @@ from coordexp.evaluate.matching import (
 )
 from coordexp.evaluate.predictions import Truth, category_ids
 
-NAMES = {
-    "AP": "ap",
-    "AP50": "ap_50",
-    "AP75": "ap_75",
-    "APs": "ap_small",
-    "APm": "ap_medium",
-    "APl": "ap_large",
-    "AR1": "ar_1",
-    "AR10": "ar_10",
-    "AR100": "ar_100",
-    "ARs": "ar_small",
-    "ARm": "ar_medium",
-    "ARl": "ar_large",
-}
+AP = {"AP": "ap", "AP50": "ap_50", "AP75": "ap_75", "APs": "ap_small", "APm": "ap_medium", "APl": "ap_large"}
+AR = {"AR1": "ar_1", "AR10": "ar_10", "AR100": "ar_100", "ARs": "ar_small", "ARm": "ar_medium", "ARl": "ar_large"}
+NAMES = AP | AR  # of COCO's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +63,7 @@ class CocoScores:
 def coco_scores(comparisons: Sequence[ImageComparison], kind: str) -> CocoScores:
     """Return the numbers for boxes (`kind` is bbox) or masks (segm). A prediction of a class that the ground truth
     does not have belongs to no category and is not counted."""
-    categories = _category_ids(comparisons)
+    categories = category_ids([(image.image_id, image.record) for image in comparisons])
     truth, results = COCO(coco_truth(comparisons)), list[dict[str, Any]]()
     for image in comparisons:
         for item in image.predicted:
@@ -103,7 +92,7 @@ def _to_result(item: LabelledShape, image: ImageComparison, kind: str) -> dict[s
 def coco_truth(comparisons: Sequence[ImageComparison]) -> dict[str, Any]:
     """Return the ground truth as a COCO dataset. Categories are named by their number, so that no desc can break a
     key of the results."""
-    categories = _category_ids(comparisons)
+    categories = category_ids([(image.image_id, image.record) for image in comparisons])
     annotations: list[dict[str, Any]] = []
     for image in comparisons:
         for item in image.true:
@@ -114,10 +103,6 @@ def coco_truth(comparisons: Sequence[ImageComparison]) -> dict[str, Any]:
     ]
     named = [{"id": number, "name": str(number)} for number in categories.values()]
     return {"images": images, "annotations": annotations, "categories": named}
-
-
-def _category_ids(comparisons: Sequence[ImageComparison]) -> dict[str, int]:
-    return category_ids([(image.image_id, image.record) for image in comparisons])
 
 
 def _to_annotation(item: LabelledShape, image: ImageComparison) -> dict[str, Any]:
@@ -180,12 +165,8 @@ class ImageReport:
         return tuple((extra[i], missed[j]) for i, j in pairs)
 
     @property
-    def invalid(self) -> int:
-        return self.comparison.refused
-
-    @property
     def errors(self) -> int:
-        return self.counts.errors + self.invalid
+        return self.counts.errors + self.comparison.refused
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -205,15 +186,10 @@ class EvaluationReport:
     images: tuple[ImageReport, ...]
     notes: tuple[str, ...]
 
-    @property
-    def has_answers(self) -> bool:
-        """False for the detections of another detector."""
-        return all(image.comparison.answer.has_text for image in self.images)
-
     def describe_count(self, name: str) -> str:
-        """Return the two numbers of a behaviour rate as words."""
-        rate = self.behaviour.rates[name]
-        return "not available" if name in NEED_TEXT and not self.has_answers else f"{rate.count} of {rate.of}"
+        """Return the two numbers of a behaviour rate as words. Another detector has no texts of answers."""
+        rate, has_text = self.behaviour.rates[name], all(image.comparison.answer.has_text for image in self.images)
+        return f"{rate.count} of {rate.of}" if has_text or name not in NEED_TEXT else "not available"
 
     def count_wrong_names(self) -> list[dict[str, Any]]:
         """Return the most frequent pairs of a true name and the one that was written at its place."""
@@ -341,25 +317,19 @@ def count_comparisons(comparisons: Sequence[ImageComparison]) -> dict[str, Count
     """Return the same for images that have been compared."""
     classes = true_classes(comparisons)
     by_image = [_count_image(image, match_image(image, THRESHOLDS[:1]), classes) for image in comparisons]
-    return {name: np.array([counts[name] for counts in by_image], dtype=np.int64) for name in rate_names()}
-
-
-def rate_names() -> tuple[str, ...]:
-    """Return the metric names that `count_by_image` counts."""
-    names = (f"{name}_50{classes}" for classes in ("", "_any_class") for name in ("f1", "recall", "precision"))
-    return (*names, *DEFINITIONS)
+    return {name: np.array([counts[name] for counts in by_image], dtype=np.int64) for name in by_image[0]}
 
 
 def _count_image(
     image: ImageComparison, matching: Matching, classes: frozenset[str]
 ) -> dict[str, tuple[int, int]]:
-    counts = {name: (rate.count, rate.of) for name, rate in observe_image(image, matching, classes).items()}
-    predicted, true = len(image.predicted), len(image.true)
+    counts, predicted, true = {}, len(image.predicted), len(image.true)
     for suffix, pairs in (("", matching.with_class[0]), ("_any_class", matching.any_class[0])):
         counts[f"f1_50{suffix}"] = (2 * len(pairs), predicted + true)
         counts[f"recall_50{suffix}"] = (len(pairs), true)
         counts[f"precision_50{suffix}"] = (len(pairs), predicted)
-    return counts
+    rates = observe_image(image, matching, classes)
+    return counts | {name: (rate.count, rate.of) for name, rate in rates.items()}
 
 
 def _coco(comparisons: Sequence[ImageComparison]) -> tuple[CocoScores | None, CocoScores | None, tuple[str, ...]]:

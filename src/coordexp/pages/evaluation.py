@@ -193,16 +193,16 @@ def _f1(image: ImageReport) -> float:
 
 
 def _make_card(image: ImageReport, folder: Path) -> Card:
-    record, answer = image.comparison.record, image.comparison.answer
+    record, answer, invalid = image.comparison.record, image.comparison.answer, image.comparison.refused
     wrong, (missed, extra) = len(image.wrong_names), _find_missed_and_extra(image)
     counts = f"{len(image.pairs)} matched, {wrong} wrong name{'' if wrong == 1 else 's'}"
     counts += f", {len(missed)} missed, {len(extra)} extra"
-    counts += f", {image.invalid} invalid" if image.invalid else ""
+    counts += f", {invalid} invalid" if invalid else ""
     flags = {
         "wrong-names": wrong,
         "misses": missed,
         "extras": extra,
-        "invalid": image.invalid,
+        "invalid": invalid,
         "truncated": answer.is_truncated,
     }
     shapes = draw_objects(image)

@@ -108,6 +108,7 @@ def render_report(
     ranges = divide_steps([run.series(metric) for metric in ("loss", "eval_f1_50") for run in runs])
     differences = find_differences(groups) if len(groups) > 1 else {}
     described = [_describe_group(group) for group in groups]
+    took_time = {name for group in described for name, (_, share) in (group["times"] or {}).items() if share}
     name = format_value(" and ".join(group.name for group in groups))
     return render_page(
         "report.html",
@@ -127,7 +128,7 @@ def render_report(
             ("eval", "Evaluation on held-out images", _draw(_EVALUATION, groups, ranges)),
             ("answers", "Training answers", _draw(ANSWERS, groups, ranges)),
         ],
-        phases=_list_phases(described),
+        phases={name: words for name, words in (PHASES | {"between": BETWEEN}).items() if name in took_time},
         differences={path: [format_value(value) for value in row] for path, row in differences.items()},
     )
 
@@ -182,12 +183,6 @@ def _measure_times(group: RunGroup) -> dict[str, tuple[float, float]] | None:
     return {phase: (value / steps, value / everything) for phase, value in seconds.items()}
 
 
-def _list_phases(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the phases that took time in a group, with what they are."""
-    used = {name for group in groups for name, (_, share) in (group["times"] or {}).items() if share}
-    return {name: meaning for name, meaning in (PHASES | {"between": BETWEEN}).items() if name in used}
-
-
 def _draw(plots: Sequence[Plot], groups: Sequence[RunGroup], ranges: StepRanges) -> dict[str, Any]:
     """Return the figures of the plots that have values, each with the last values of its lines, and the titles of
     the plots that are 0 throughout: such a chart says no more than a word."""
@@ -214,7 +209,8 @@ def _lay_out_table(comparison: GroupComparison) -> dict[str, Any]:
     scale = charts.Scale(-reach, reach, INTERVAL_MARGIN, INTERVAL_WIDTH - INTERVAL_MARGIN)
     return {
         "pair": (comparison.base, comparison.other),
-        "seeds": comparison.has_seed_intervals,
+        "quality": comparison.quality,
+        "seeds": any(row.seed_interval for row in rows),
         "ticks": [
             (min(max(scale.at(value), 16), INTERVAL_WIDTH - 16), "0" if value == 0 else f"{value:+g}")
             for value in charts.choose_ticks(scale.low, scale.high, 4)

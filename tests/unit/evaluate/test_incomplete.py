@@ -97,7 +97,7 @@ def draw_counts(seed, p_label=0.6, recall=0.7, wrong=1.5, judged=0.5, images=200
     skill = rng.uniform(0.8, 1.2, images) * recall
     true = 1 + rng.poisson(6, images)
     labels = rng.binomial(true, p_label)
-    rng = rng if model is None else np.random.default_rng((seed, model))
+    rng = rng if model is None else np.random.default_rng([seed, *np.atleast_1d(model)])
     matched, extra = rng.binomial(labels, skill), rng.binomial(true - labels, skill)
     noise, misplaced = rng.poisson(wrong, images), rng.poisson(0.3, images)
     accepted, rejected = rng.binomial(extra, judged), rng.binomial(noise, judged)
@@ -126,7 +126,7 @@ def test_95_of_100_intervals_cover_the_quality_against_all_objects(has_share, is
     for seed in range(RUNS):
         counts, truth = draw_counts(seed)
         share = draw_share(seed) if has_share else None
-        estimates = estimate_quality(counts, share, is_judged).estimates.values()
+        estimates = estimate_quality([counts], share, is_judged).estimates.values()
         covered.append([item.low <= true <= item.high for item, true in zip(estimates, truth, strict=True)])
     shares = np.mean(covered, axis=0)
     print(has_share, is_judged, shares)
@@ -141,7 +141,7 @@ def test_95_of_100_intervals_cover_the_difference_of_two_models(has_share, is_ju
         base, before = draw_counts(seed, recall=0.62, wrong=1.0, model=1)
         other, after = draw_counts(seed, recall=0.7, wrong=1.5, judged=0.4, model=2)
         share = draw_share(seed) if has_share else None
-        estimates = estimate_quality(other, share, is_judged, base=base).estimates.values()
+        estimates = estimate_quality([other], share, is_judged, base=[base]).estimates.values()
         true = np.subtract(after, before)
         covered.append([item.low <= value <= item.high for item, value in zip(estimates, true, strict=True)])
         clear.append([item.low > 0 or item.high < 0 for item in estimates])
@@ -151,17 +151,50 @@ def test_95_of_100_intervals_cover_the_difference_of_two_models(has_share, is_ju
     assert np.mean(clear, axis=0)[1] > 0.9  # 8 points of recall are seen in 200 images
 
 
+@pytest.mark.parametrize(("number", "spread"), [(2, 0.0), (3, 0.04)])
+def test_95_of_100_intervals_cover_the_difference_of_groups_of_runs_and_of_other_seeds(number, spread):
+    """The recall of runs has this standard deviation over seeds. Nobody has judged anything."""
+    levels, covered, over_images = ((0.57, 1.0), (0.65, 1.5)), [], []
+    truth = np.subtract(*(draw_counts(0, recall=recall, wrong=wrong)[1] for recall, wrong in levels[::-1]))
+    for seed in range(RUNS):
+        rng, share, groups = np.random.default_rng(seed + RUNS), draw_share(seed), []
+        for k, (recall, wrong) in enumerate(levels, 1):
+            recalls = recall + spread * rng.normal(size=number)
+            runs = [draw_counts(seed, recall=own, wrong=wrong, model=(k, n)) for n, own in enumerate(recalls)]
+            groups.append([counts[:, :3] for counts, _ in runs])
+        for count, kept in ((number, covered), (2, over_images)):
+            result = estimate_quality(groups[1][:count], share, False, base=groups[0][:count])
+            assert (result.seeds_decide is None) == (count < 3)
+            found = zip(result.estimates.values(), truth, strict=True)
+            kept.append([estimate.low <= value <= estimate.high for estimate, value in found])
+    shares, without_seeds = np.mean(covered, axis=0), np.mean(over_images, axis=0)
+    print(number, spread, "cover:", shares, "two runs, over images:", without_seeds)
+    assert (shares >= 0.92).all() and shares[1] <= 0.985
+    assert not spread or without_seeds[1] < 0.85
+
+
+def test_a_difference_that_only_seeds_can_explain_is_not_clear():
+    base, other = (
+        [draw_counts(0, recall=level + shift, model=k)[0] for k, shift in enumerate((-0.15, 0, 0.15))]
+        for level in (0.5, 0.6)
+    )
+    few, many = (estimate_quality(other[k:], None, True, base=base[k:]) for k in (1, 0))
+    assert few.seeds_decide is None and few.estimates["f1"].low > 0
+    assert many.seeds_decide and many.estimates["f1"].low < 0
+    assert not estimate_quality(other, None, True, base=other).seeds_decide
+
+
 def test_images_that_are_hard_for_both_models_do_not_widen_the_interval_of_a_difference():
     base, other = (draw_counts(0, recall=recall, model=1)[0] for recall in (0.6, 0.7))
-    half = estimate_quality(other, None, True, base=base).estimates["recall"]
-    paired, alone = half.high - half.low, estimate_quality(other, None, True).estimates["recall"]
+    half = estimate_quality([other], None, True, base=[base]).estimates["recall"]
+    paired, alone = half.high - half.low, estimate_quality([other], None, True).estimates["recall"]
     assert paired < 1.2 * (alone.high - alone.low)  # 1.4 times for two models on different images
 
 
 def test_three_judgements_that_agree_are_not_certain():
     base, other = (draw_counts(0, judged=0, recall=recall, model=1)[0] for recall in (0.5, 0.7))
     base[:3, 4:] = other[:3, 4:] = 1  # in both, three of three are right
-    result = estimate_quality(other, None, True, base=base)
+    result = estimate_quality([other], None, True, base=[base])
     assert result.estimates["recall"].low > 0.1
     assert result.estimates["precision"].low < -0.1 and result.estimates["precision"].high > 0.1
 
@@ -169,7 +202,7 @@ def test_three_judgements_that_agree_are_not_certain():
 def test_as_many_judgements_as_it_says_bring_the_interval_of_a_difference_to_three_points():
     def compare(seed, judged):
         models = [draw_counts(seed, judged=judged, images=400, model=model)[0] for model in (1, 2)]
-        return estimate_quality(models[1], None, True, base=models[0]), models[0][:, 3].sum()
+        return estimate_quality(models[1:], None, True, base=models[:1]), models[0][:, 3].sum()
 
     first = [compare(seed, 0.05) for seed in range(20)]
     share = 0.05 + np.median([quality.more / suggested for quality, suggested in first])
@@ -180,26 +213,26 @@ def test_as_many_judgements_as_it_says_bring_the_interval_of_a_difference_to_thr
 
 def test_what_is_of_nothing_has_no_estimate():
     empty, labelled = np.zeros((20, 6)), np.tile([0.0, 0, 3, 0, 0, 0], (20, 1))
-    assert estimate_quality(empty, (0.5, 0.6), False).estimates == {}
-    assert set(estimate_quality(labelled, (0.5, 0.6), False).estimates) == {"recall", "f1"}
-    assert set(estimate_quality(labelled, None, True, base=empty).estimates) == set()
+    assert estimate_quality([empty], (0.5, 0.6), False).estimates == {}
+    assert set(estimate_quality([labelled], (0.5, 0.6), False).estimates) == {"recall", "f1"}
+    assert set(estimate_quality([labelled], None, True, base=[empty]).estimates) == set()
 
 
 def test_as_many_judgements_as_it_says_bring_the_interval_of_precision_to_three_points():
     counts, _ = draw_counts(0, judged=0.1)
-    mores = [estimate_quality(draw_counts(seed, judged=0.1)[0], None, True).more for seed in range(20)]
+    mores = [estimate_quality([draw_counts(seed, judged=0.1)[0]], None, True).more for seed in range(20)]
     share = 0.1 + np.median(mores) / counts[:, 3].sum()
     halves = []
     for seed in range(20):
-        precision = estimate_quality(draw_counts(seed, judged=share)[0], None, True).estimates["precision"]
+        precision = estimate_quality([draw_counts(seed, judged=share)[0]], None, True).estimates["precision"]
         halves.append((precision.high - precision.low) / 2)
     print(mores, np.mean(halves))
     assert min(mores) > 0 and np.mean(halves) == pytest.approx(PRECISE, abs=0.003)
 
 
 def test_judgements_cannot_replace_images():
-    assert estimate_quality(draw_counts(0, images=20)[0], None, True).more is None
-    assert estimate_quality(draw_counts(0, images=2000)[0], None, True).more == 0
+    assert estimate_quality([draw_counts(0, images=20)[0]], None, True).more is None
+    assert estimate_quality([draw_counts(0, images=2000)[0]], None, True).more == 0
 
 
 @pytest.mark.parametrize("images", [5, 51, 54])
@@ -211,5 +244,5 @@ def test_a_class_that_is_never_labelled_is_not_missing_at_random_even_if_all_ima
 
 def test_the_interval_of_precision_reaches_what_each_end_of_the_labelled_share_gives():
     counts = np.array([[3.0, 4.0, 4.0, 0.0, 0.0, 0.0]] * 25)  # 75 of 100 predictions match a label
-    precision = estimate_quality(counts, (0.5, 0.9), is_judged=False).estimates["precision"]
+    precision = estimate_quality([counts], (0.5, 0.9), is_judged=False).estimates["precision"]
     assert precision.value == 1.0 and precision.low < 75 / 0.9 / 100

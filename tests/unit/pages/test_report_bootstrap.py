@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from coordexp.pages.comparison import (
-    bootstrap_differences,
-    estimate_seed_interval,
-)
+from coordexp.intervals import bootstrap_differences, estimate_seed_interval
 
 
 def shares(hits):
@@ -49,7 +46,7 @@ def test_without_variance_over_images_the_interval_over_seeds_is_that_of_welch()
     from scipy.stats import ttest_ind
 
     base, other = np.array([0.70, 0.72, 0.69]), np.array([0.74, 0.73, 0.78, 0.75])
-    low, high = estimate_seed_interval(base, other, image_variance=0.0)
+    low, high = estimate_seed_interval(other.mean() - base.mean(), 0.0, [base, other])
     known = ttest_ind(other, base, equal_var=False).confidence_interval(0.95)
     assert (low, high) == pytest.approx((known.low, known.high))
 
@@ -64,6 +61,43 @@ def test_the_interval_over_seeds_covers_other_seeds_and_the_one_over_images_does
             covered[name] += low <= 0.0 <= high
     assert covered["seeds"] / 200 >= 0.93
     assert covered["images"] / 200 < 0.8
+
+
+def draw(rng, rate, images=400):
+    return {"rate": np.stack([rng.binomial(5, rate, images), np.full(images, 5)], axis=1)}
+
+
+def compare_pairs(pairs, resamples=2000):
+    """Return the interval of paired seeds, or over images if there is only one."""
+    (difference,) = bootstrap_differences(*zip(*pairs, strict=True), resamples=resamples, paired=True)
+    return difference.seed_interval or difference.image_interval
+
+
+def test_the_interval_of_paired_seeds_holds_images_and_seeds():
+    def width(*rates):
+        rng = np.random.default_rng(1)
+        low, high = compare_pairs([(draw(rng, 0.5), draw(rng, rate)) for rate in rates])
+        assert low < np.mean(rates) - 0.5 < high
+        return high - low
+
+    one, agreeing, differing = width(0.7), width(0.7, 0.7, 0.7), width(0.6, 0.7, 0.8)
+    assert 0.03 < one < 0.08 and agreeing < one < differing
+
+
+def test_the_interval_of_pairs_covers_the_difference_and_ignores_what_the_seeds_of_both_share():
+    rng, covered = np.random.default_rng(2), 0
+    for _ in range(200):
+        shifts, shared = rng.normal(0, 0.05, 3), rng.normal(0, 0.1, 3)
+        pairs = [
+            (draw(rng, 0.5 + own, 100), draw(rng, 0.5 + own + k, 100))
+            for k, own in zip(shifts, shared, strict=True)
+        ]
+        low, high = compare_pairs(pairs, resamples=200)
+        covered += low <= 0 <= high
+    assert covered >= 180
+    alike = [(draw(rng, level), draw(rng, level + 0.1)) for level in (0.3, 0.5, 0.7)]
+    assert compare_pairs(alike)[0] > 0
+    assert bootstrap_differences(*zip(*alike, strict=True))[0].seed_interval[0] < 0
 
 
 def test_a_difference_that_seeds_can_explain_is_not_clear():

@@ -171,6 +171,22 @@ def test_with_incomplete_labels_no_f1_or_precision_is_called_better_or_worse(tmp
     assert not [name for name in judged["incomplete"] if name.startswith(("F1", "precision", "over"))]
 
 
+def test_a_labelled_share_adds_the_estimates_and_the_verdict_of_evaluate(tmp_path):
+    runs, share = write_two_groups(tmp_path), ("--labelled-share", 0.5, 0.9)
+    printed = run(*runs, *share, "--out", tmp_path / "all.html", "--resamples", 100).stdout
+    preds = [word for path in runs for word in ("--preds", path / "evaluations/step-10.json")]
+    arguments = ["evaluate", "--data", tmp_path / "val.jsonl", *preds, *share]
+    evaluated = CliRunner().invoke(app, [*map(str, arguments)]).stdout
+    estimates = evaluated[evaluated.index("estimated, against") :].strip()
+    assert estimates in printed
+    _, *rows, verdict = estimates.splitlines()
+    text = (tmp_path / "all.html").read_text()
+    assert len(rows) == 3 and verdict.startswith("B: ") and f">{verdict}</p>" in text
+    for name, *cells in (re.split(" {2,}", row.strip().replace("f1", "F1")) for row in rows):
+        assert f'<th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) in text
+    assert "custom.val_labels" in text and not re.search(r'(better|worse)"><th scope="row">(F1|precision)', text)
+
+
 def test_the_settings_in_which_groups_differ_are_at_the_top(tmp_path):
     folders = [tmp_path / name for name in ("one", "other")]
     for k, folder in enumerate(folders):

@@ -3,10 +3,9 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from study_data import SIZES, make_scenes
-from study_table import count_tokens, estimate_difference, sum_seconds, write_tables
+from study_table import count_tokens, sum_seconds, write_tables
 
 from coordexp.data import RecordFile
 from coordexp.evaluate import AnswerObject, ImageAnswer, read_truth, write_predictions
@@ -87,34 +86,6 @@ def test_only_seeds_that_both_have_are_compared(study):
     _, differences = read_tables(study)
     assert differences["closing"]["F1@0.5"] == "+0.000 [+0.000 to +0.000]"
     assert list(read_tables(study, against="closing")[1]) == ["continued"]
-
-
-def test_the_interval_of_paired_seeds_holds_images_and_seeds():
-    chooser = np.random.default_rng(1)
-
-    def draw(rate: float):
-        hits = chooser.random((400, 5)) < rate
-        return {"recall_50": np.stack([hits.sum(axis=1), np.full(400, 5)], axis=1)}
-
-    def width(*rates: float) -> float:
-        value, (low, high) = estimate_difference([(draw(0.5), draw(rate)) for rate in rates], "recall_50")
-        assert low < value < high
-        return high - low
-
-    one, agreeing, differing = width(0.7), width(0.7, 0.7, 0.7), width(0.6, 0.7, 0.8)
-    assert 0.03 < one < 0.08 and agreeing < one < differing
-
-
-def test_the_interval_covers_the_difference_of_two_arms_of_the_same_quality():
-    chooser, covered = np.random.default_rng(2), 0
-    for _ in range(200):
-        pairs = []
-        for shift in chooser.normal(0, 0.05, 3):
-            hits = chooser.random((2, 100, 5)) < np.array([0.5, 0.5 + shift])[:, None, None]
-            pairs.append(tuple({"x": np.stack([side.sum(axis=1), np.full(100, 5)], axis=1)} for side in hits))
-        low, high = estimate_difference(pairs, "x")[1]
-        covered += low <= 0 <= high
-    assert covered >= 180
 
 
 def test_class_accuracy_and_duplicates(study):
