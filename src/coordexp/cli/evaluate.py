@@ -40,7 +40,8 @@ def evaluate(
         Path | None, typer.Option("--out", "-o", dir_okay=False, help="Write the report here, as JSON.")
     ] = None,
     page_file: Annotated[
-        Path | None, typer.Option("--page", dir_okay=False, help="Write a page with the worst images here.")
+        Path | None,
+        typer.Option("--page", dir_okay=False, help="Write a page here: the worst images, or what changed most."),
     ] = None,
     images: Annotated[int, typer.Option(min=0, help="Images on the page, at most.")] = 60,
     labelled_share: LabelledShareOption = None,
@@ -59,10 +60,10 @@ def evaluate(
     With two --preds, print the differences of the second from the first, with paired intervals.
     """
     need("hotcoco", "PIL", extra="evaluate")
-    if len(preds) > (1 if page_file else 2) or len(judged or preds) != len(preds):
+    if len(preds) > 2 or len(judged or preds) != len(preds):
         raise UserError(
             f"{len(preds)} --preds and {len(judged or ())} --judged",
-            "give one or two --preds, and as many --judged or none, in the same order; --page is about one",
+            "give one or two --preds, and as many --judged or none, in the same order",
         )
     from coordexp.detect.audit import count_judged, find_judged, read_judged
     from coordexp.evaluate.incomplete import compare_quality
@@ -87,7 +88,8 @@ def evaluate(
         write_json(report_file, content)
         out.print(f"wrote {report_file}", markup=False)
     if page_file is not None:
-        _write_page(page_file, reports[0], f"{preds[0].name} on {data.name}", data.parent, images)
+        subject = preds[0].name if len(preds) == 1 else f"B {preds[1]} against A {preds[0]}"
+        _write_page(page_file, reports, f"{subject} on {data.name}", data.parent, images)
 
 
 def _compare(reports: "Sequence[EvaluationReport]", is_incomplete: bool) -> dict[str, Any]:
@@ -105,12 +107,15 @@ def _compare(reports: "Sequence[EvaluationReport]", is_incomplete: bool) -> dict
     return {name: asdict(row) for name, row in rows.items()}
 
 
-def _write_page(file: Path, report: "EvaluationReport", description: str, folder: Path, images: int) -> None:
+def _write_page(
+    file: Path, reports: "Sequence[EvaluationReport]", description: str, folder: Path, images: int
+) -> None:
     from coordexp.pages.document import save_page
     from coordexp.pages.evaluation import render_evaluation
 
+    *base, report = reports
     with progress(f"drawing {file}"):
-        save_page(file, render_evaluation(report, folder, description, images))
+        save_page(file, render_evaluation(report, folder, description, images, *base))
     out.print(f"wrote {file}", markup=False)
 
 

@@ -86,7 +86,7 @@ class Card:
     title: str
     detail: str
     words: Mapping[str, object]
-    drawing: Drawing | None = None
+    drawings: Sequence[Drawing] = ()
     remark: str = ""
     facts: Sequence[tuple[str, str]] = ()
     problems: Sequence[tuple[str, str, str]] = ()

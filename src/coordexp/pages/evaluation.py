@@ -1,4 +1,5 @@
-"""The page of an evaluation: numbers, curves, and the worst images with the objects drawn over them.
+"""The page of an evaluation: numbers, curves, and the worst images with the objects drawn over them. With another
+model to compare with, each image is there twice, and those that changed most come first.
 
 Five kinds of outlines differ in dashes as well as in colour: matched, a wrong name, the true shape of these two,
 missed and extra. If an image cannot be read, its place stays empty and a remark says why.
@@ -56,6 +57,7 @@ FILTERS = {
     "invalid": "with invalid objects",
     "truncated": "truncated",
 }
+CHANGES = {"better": "better than A", "worse": "worse than A"}
 KINDS = {
     "matched": "matched",
     "wrong-name": "right place, wrong name: true → written",
@@ -69,10 +71,17 @@ MAX_NAMES = 12  # errors up to which each has its name in the image; otherwise n
 SIZE = (600, 260)  # of a chart
 
 
-def render_evaluation(report: EvaluationReport, folder: Path, description: str, most: int) -> str:
-    """Return the page with at most `most` images. Image paths are relative to `folder`."""
-    tally, values = report.with_class.at(0.5), report.metrics()
-    worst = choose_worst_images(report.images, most)
+def render_evaluation(
+    report: EvaluationReport, folder: Path, description: str, most: int, base: EvaluationReport | None = None
+) -> str:
+    """Return the page with at most `most` images. Image paths are relative to `folder`. `base` are the answers of
+    another model, A, to the same images."""
+    tally, values, before = report.with_class.at(0.5), report.metrics(), base.metrics() if base else {}
+    if base is None:
+        cards = [_make_card(image, folder, None) for image in choose_worst_images(report.images, most)]
+    else:
+        pairs = choose_changed_images(base.images, report.images, most)
+        cards = [_make_card(image, folder, other) for other, image in pairs]
     return render_page(
         "evaluation.html",
         title=f"Evaluation: {description}",
@@ -81,7 +90,11 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
         scope=f"{len(report.images)} images, {tally.true} true objects, {tally.predicted} valid predictions",
         notes=make_notes(report),
         remarks=report.notes,
-        tiles=[(f"{values[name]:.3f}", title) for name, title in HEADLINE.items() if name in values],
+        tiles=[
+            (f"{values[name]:.3f}", f"{title}, A {before[name]:.3f}" if name in before else title)
+            for name, title in HEADLINE.items()
+            if name in values
+        ],
         curves=_draw_curves(report.curve),
         letters=LETTERS,
         rates=[
@@ -95,9 +108,10 @@ def render_evaluation(report: EvaluationReport, folder: Path, description: str, 
             [str(number), str(counts.true), str(counts.predicted), *_measures(counts)]
             for number, counts in report.asked.items()
         ],
-        filters=FILTERS.items(),
+        filters=[*FILTERS.items(), *(CHANGES.items() if base else ())],
         kinds=KINDS,
-        cards=[_make_card(image, folder) for image in worst],
+        is_comparison=base is not None,
+        cards=cards,
         images=len(report.images),
     )
 
@@ -187,43 +201,68 @@ def choose_worst_images(images: Sequence[ImageReport], most: int) -> list[ImageR
     return [image for _, image in sorted(chosen, key=itemgetter(0))]
 
 
+def choose_changed_images(
+    base: Sequence[ImageReport], images: Sequence[ImageReport], most: int
+) -> list[tuple[ImageReport, ImageReport]]:
+    """Return the images whose F1 differs most between two models, the largest gain first."""
+    pairs = sorted(zip(base, images, strict=True), key=lambda pair: -abs(_measure_gain(pair)))[:most]
+    return sorted(pairs, key=_measure_gain, reverse=True)
+
+
+def _measure_gain(pair: tuple[ImageReport, ImageReport]) -> float:
+    return _f1(pair[1]) - _f1(pair[0])
+
+
 def _f1(image: ImageReport) -> float:
     """Return 1 for an image without objects and without predictions: it is right."""
     return 1.0 if image.counts.f1 is None else image.counts.f1
 
 
-def _make_card(image: ImageReport, folder: Path) -> Card:
-    record, answer, invalid = image.comparison.record, image.comparison.answer, image.comparison.refused
-    wrong, (missed, extra) = len(image.wrong_names), _find_missed_and_extra(image)
-    counts = f"{len(image.pairs)} matched, {wrong} wrong name{'' if wrong == 1 else 's'}"
-    counts += f", {len(missed)} missed, {len(extra)} extra"
-    counts += f", {invalid} invalid" if invalid else ""
+def _make_card(image: ImageReport, folder: Path, other: ImageReport | None) -> Card:
+    record, answer = image.comparison.record, image.comparison.answer
+    missed, extra = _find_missed_and_extra(image)
+    gain = _measure_gain((other or image, image))
     flags = {
-        "wrong-names": wrong,
+        "better": gain > 0,
+        "worse": gain < 0,
+        "wrong-names": image.wrong_names,
         "misses": missed,
         "extras": extra,
-        "invalid": invalid,
+        "invalid": image.comparison.refused,
         "truncated": answer.is_truncated,
     }
-    shapes = draw_objects(image)
-    named = sum(bool(shape.name) for shape in shapes)
     address, size = join_address(folder, record.image), (record.width, record.height)
     url, remark = try_thumbnail(address)
     if url is not None and (own := read_image_size(address)) != size:
         remark = f"the file is {own[0]} x {own[1]}, but its record says {size[0]} x {size[1]}"
+    sides = [("", image)] if other is None else [("A: ", other), ("B: ", image)]
     return Card(
         title=record.image,
         detail=f"image_id {image.comparison.image_id}",
         words={
             "data-flags": " ".join(name for name, applies in flags.items() if applies),
             "data-f1": f"{_f1(image):.6f}",
+            "data-loss": f"{-gain:.6f}",
             "data-errors": image.errors,
         },
-        drawing=Drawing(record.width, record.height, url, shapes, len(shapes) if named <= MAX_NAMES else 0),
+        drawings=[_draw_image(side, url) for _, side in sides],
         remark=remark,
-        facts=[("F1", f"{_f1(image):.2f}"), (counts, "")],
+        facts=[(f"{name}F1 {_f1(side):.2f}, {_count_objects(side)}", "") for name, side in sides],
         answer=describe_answer(answer),
     )
+
+
+def _draw_image(image: ImageReport, url: str | None) -> Drawing:
+    record, shapes = image.comparison.record, draw_objects(image)
+    named = sum(bool(shape.name) for shape in shapes)
+    return Drawing(record.width, record.height, url, shapes, len(shapes) if named <= MAX_NAMES else 0)
+
+
+def _count_objects(image: ImageReport) -> str:
+    wrong, (missed, extra) = len(image.wrong_names), _find_missed_and_extra(image)
+    counts = f"{len(image.pairs)} matched, {wrong} wrong name{'' if wrong == 1 else 's'}"
+    counts += f", {len(missed)} missed, {len(extra)} extra"
+    return counts + (f", {image.comparison.refused} invalid" if image.comparison.refused else "")
 
 
 def _find_missed_and_extra(image: ImageReport) -> tuple[list[int], list[int]]:

@@ -96,7 +96,7 @@ def _make_card(
             "data-classes": " ".join(sorted({str(numbers[item.name]) for item in found})),
             "data-flags": " ".join(_find_flags(answer)),
         },
-        drawing=Drawing(record.width, record.height, url, shapes),
+        drawings=[Drawing(record.width, record.height, url, shapes)],
         remark=remark,
         facts=[(size, ""), *describe_request(record), *unread],
         objects=[(shape, item.name, f"{item.score:.2f}") for shape, item in zip(shapes, found, strict=True)],

@@ -103,9 +103,7 @@ def _make_card(viewed: ViewedRecord, numbers: Mapping[str, int]) -> Card:
             "data-classes": " ".join(sorted({str(shape.data["data-class"]) for shape in shapes})),
             "data-problems": " ".join(codes),
         },
-        drawing=Drawing(record.width, record.height, viewed.image, shapes)
-        if record is not None and record.image is not None
-        else None,
+        drawings=[Drawing(record.width, record.height, viewed.image, shapes)] if record and record.image else [],
         facts=facts,
         problems=[(KINDS[problem.code].severity, problem.code, problem.detail) for problem in viewed.problems],
         objects=[(shape, shape.name, kind) for shape, kind in zip(shapes, kinds, strict=True)],

@@ -7,7 +7,13 @@ import pytest
 from PIL import Image
 
 from coordexp.evaluate import evaluate
-from coordexp.pages.evaluation import choose_worst_images, draw_objects, make_notes, render_evaluation
+from coordexp.pages.evaluation import (
+    choose_changed_images,
+    choose_worst_images,
+    draw_objects,
+    make_notes,
+    render_evaluation,
+)
 from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
 from tests.unit.pages.reader import Reader
 
@@ -90,6 +96,21 @@ def test_the_worst_images_have_the_lowest_f1_or_the_most_errors():
     images = evaluate(truth, answers).images
     assert [image.comparison.image_id for image in choose_worst_images(images, 9)] == [4, 3, 2]
     assert [image.comparison.image_id for image in choose_worst_images(images, 2)] == [4, 2]
+
+
+def test_beside_another_model_images_are_there_twice_and_the_largest_change_comes_first(tmp_path):
+    truth = [(k, record(("cat", BOX), ("cow", FAR), image=str(k))) for k in (1, 2, 3, 4)]
+    both = (prediction("cat", BOX), prediction("cow", FAR))
+    before = [answer(*both[:n], image_id=k, image=str(k)) for k, n in ((1, 2), (2, 0), (3, 1), (4, 1))]
+    after = [answer(*both[:n], image_id=k, image=str(k)) for k, n in ((1, 1), (2, 2), (3, 2), (4, 1))]
+    base, report = evaluate(truth, before), evaluate(truth, after)
+    pairs = choose_changed_images(base.images, report.images, 3)
+    assert [(old.comparison.image_id, new.comparison.image_id) for old, new in pairs] == [(2, 2), (3, 3), (1, 1)]
+    reader = Reader(render_evaluation(report, tmp_path, "B against A", 3, base))
+    cards = list(reader.all("article"))
+    assert [card["data-flags"].split()[0] for card in cards] == ["better", "better", "worse"]
+    stages = [div for div in reader.all("div") if div.get("class") == "stage"]
+    assert len(stages) == 2 * len(cards)
 
 
 def test_curves_have_steps_and_no_slopes_between_points(tmp_path):
