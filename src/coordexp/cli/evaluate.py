@@ -71,12 +71,12 @@ def evaluate(
             f"{len(preds)} --preds and {len(judged or ())} --judged",
             "give one or two --preds, and as many --judged or none, in the same order; --page is about one",
         )
-    from coordexp.detect.audit import count_judged, find_judged, read_judged
+    from coordexp.detect.audit import SuggestionFile, count_judged, find_judged, read_judged
 
     folders = [(folder / SUGGESTIONS, folder / DECISIONS) for folder in judged or ()]
-    decided = [read_judged(*files) for files in folders] or [() for _ in preds]
+    decided = [read_judged(*files) for files in folders] or [SuggestionFile()] * len(preds)
     reports = [evaluate_file(data, path) for path in preds]
-    rows = [count_judged(report, find_judged(own, report)) for own, report in zip(decided, reports, strict=True)]
+    rows = [count_judged(find_judged(own, report)) for own, report in zip(decided, reports, strict=True)]
     is_incomplete = labelled_share is not None or bool(judged)
     names = list(map(str, preds))
     if len(reports) == 1:
