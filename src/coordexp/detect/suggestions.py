@@ -343,11 +343,11 @@ def read_decisions(path: Path, file: SuggestionFile) -> SuggestionFile:
             f"{path} has decisions about other suggestions",
             "give the suggestions.jsonl that the page was made with; the two are written by one command",
         )
-    suggestions = [replace(item, state=states.get(item.id, "undecided")) for item in file.suggestions]
+    items = [replace(item, state=states.get(item.id, "undecided")) for item in file.suggestions]
     for id, own in images.items():
-        suggestions += [Suggestion(0, id, own["image"], own["labels"], item, 1.0, None, "added") for item in new[id]]
+        items += [Suggestion(0, id, own["image"], own["labels"], item, 1.0, None, "added") for item in new[id]]
     complete = frozenset(id for id, notes in images.items() if notes["complete"])
-    return SuggestionFile(tuple(suggestions), file.sha256, complete)
+    return SuggestionFile(tuple(items), file.sha256, complete)
 
 
 def accept(suggestions: Iterable[Suggestion], above: float | None) -> list[Suggestion]:

@@ -22,7 +22,9 @@ def render(folder, *, images=2, place="auto", most=100, target=None, desc="dog")
         item = RecordObject(desc, "poly", (0, 0, 1, 0, 1, 1))
         suggestions.append(Suggestion(k, k, name, 1, item, 0.5, 0.25))
     file = SuggestionFile(tuple(suggestions), "f" * 64)
-    return render_suggestions(file, records, folder / "data.jsonl", target=target or folder, most=most, place=place)
+    return render_suggestions(
+        file, records, folder / "data.jsonl", target=target or folder, most=most, place=place
+    )
 
 
 def read_index(page):
