@@ -399,7 +399,7 @@ def a_line_of_suggestions(folder, text):
 
 @provoke(
     *({"suggestions": "0" * 64}, {"format": 2}, {"more": 1}),
-    *({"decisions": {id: "accept"}} for id in ("3", "0", "a", "1" * 5000)),
+    *({"decisions": {id: "accept"}} for id in ("3", "0", "a", "1" * 20)),
     *({"decisions": {"1": "maybe"}}, {"images": []}, {"images": {"-1": NOTES}}, {"images": {"1": {}}}),
     *(
         {"images": {"1": NOTES | {key: value}}}

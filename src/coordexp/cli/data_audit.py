@@ -42,8 +42,7 @@ def audit(
     judgements = [entry for entry in find_judged(file, report) if file.is_asked(entry[0].comparison.image_id)]
     objects, images = list_audited_objects(judgements), len(judgements)
     states = Counter(item.state for item in objects)
-    known = ("found", "accepted", "unseen", "added")[: 4 if file.complete else 2]
-    if images < 2 or states.keys().isdisjoint(known):
+    if images < 2 or states.keys().isdisjoint(("found", "accepted", "unseen", "added")[: 4 if file.complete else 2]):
         raise UserError(
             f"{data}: nothing to estimate from", "audit about 50 images in which the model finds labels"
         )

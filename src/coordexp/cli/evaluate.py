@@ -71,7 +71,8 @@ def evaluate(
             f"{len(preds)} --preds and {len(judged or ())} --judged",
             "give one or two --preds, and as many --judged or none, in the same order; --page is about one",
         )
-    from coordexp.detect.audit import SuggestionFile, count_judged, find_judged, read_judged
+    from coordexp.detect.audit import count_judged, find_judged, read_judged
+    from coordexp.detect.suggestions import SuggestionFile
 
     folders = [(folder / SUGGESTIONS, folder / DECISIONS) for folder in judged or ()]
     decided = [read_judged(*files) for files in folders] or [SuggestionFile()] * len(preds)

@@ -2,9 +2,9 @@
 at random, and the precision and recall of answers.
 
 The model suggests objects that no label explains, and a person judges a random part of them, or all. An accepted
-one is an object whose label is missing. Those that have no label and were not suggested are estimated by Chapman's
-formula: among objects of about the same size, a model is assumed to find those without a label as often as others.
-In images that a person has completed, they are known.
+one is an object whose label is missing. Others are known in images that a person has completed, and elsewhere
+estimated by Chapman's formula: among objects of about the same size, a model is assumed to find those without a
+label as often as others.
 
 Every estimate is a function of sums over images. Its variance is that of the jackknife, which leaves out one image
 at a time, so it includes that only a part of the suggestions was judged. An interval is Wilson's, for as many

@@ -21,6 +21,7 @@ from coordexp.tasks import ignore
 
 SIDE = 800  # pixels of an image inside the page, at most
 MOST_INSIDE = 300  # images inside a page; with more of them, they are linked
+MOST_NAMES = 1000  # of classes to choose from, the most frequent ones
 
 ImagePlace = Literal["auto", "inside", "linked"]
 
@@ -36,8 +37,7 @@ def render_suggestions(
     notify: Callable[[str], None] = ignore,
 ) -> str:
     """Return the page with at most `most` suggestions, the first ones, for a file in the folder `target`. Of many
-    images it has those with suggestions. `records` are those of the file `data`, by image_id. `notify` gets the
-    number of an image."""
+    images it has those with suggestions. `records` of `data` are by image_id. `notify` gets the number of one."""
     shown, total = file.suggestions[:most], len(file.suggestions)
     chosen = {item.image_id for item in shown}
     if len(records) <= MOST_INSIDE:
@@ -68,8 +68,8 @@ def render_suggestions(
         if (record := records[one.image_id])
     ]
     labelled = [*(one.item for one in shown), *(item for record in records.values() for item in record.objects)]
-    known = dict.fromkeys(item.desc for item in labelled)
-    known |= {item.desc: item.category_id for item in labelled if item.category_id is not None}
+    counts = Counter((item.desc, -1 if item.category_id is None else item.category_id) for item in labelled)
+    known = sorted(pair for pair, _ in counts.most_common(MOST_NAMES))
     index = {"hash": file.sha256, "total": total, "classes": list(names), "images": images, "items": items}
     first = f"the first {len(shown):,} of " if len(shown) < total else ""
     return render_page(
@@ -77,7 +77,7 @@ def render_suggestions(
         title=str(data),
         scripts=["common.js", "suggestions.js"],
         styles=("page.css", "suggestions.css"),
-        data={"index": index | {"known": sorted(known.items())}, **pictures},
+        data={"index": index | {"known": known}, **pictures},
         linked_images=are_linked,
         scope=f"{first}{total:,} suggestions in {len(images):,} images",
         classes=classes,

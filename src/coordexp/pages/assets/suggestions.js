@@ -211,8 +211,8 @@ function release(event) {
 function add(event) {
   event.preventDefault();
   const desc = find("desc").value.trim();
-  const number = known.get(desc) ?? null;
-  const item = { desc, bbox_2d: box, ...(number === null ? {} : { category_id: number }) };
+  const number = known.get(desc) ?? -1; // below 0 for a class without one
+  const item = { desc, bbox_2d: box, ...(number >= 0 && Number.isSafeInteger(number) ? { category_id: number } : {}) };
   if (box && desc) replace([...objectsOf(shown()), item]);
 }
 
