@@ -42,10 +42,9 @@ def audit(
     judgements = [entry for entry in find_judged(file, report) if file.is_asked(entry[0].comparison.image_id)]
     objects, images = list_audited_objects(judgements), len(judgements)
     states = Counter(item.state for item in objects)
-    if images < 2 or states.keys().isdisjoint(("found", "accepted", "unseen", "added")[: 4 if file.complete else 2]):
-        raise UserError(
-            f"{data}: nothing to estimate from", "audit about 50 images in which the model finds labels"
-        )
+    known = states.total() - states["rejected"] if file.complete else states["found"] + states["accepted"]
+    if images < 2 or not known:
+        raise UserError(f"{data}: nothing to estimate from", "audit 50 images in which the model finds labels")
     decided = states["accepted"] + states["rejected"]
     out.print(
         f"{states['found'] + states['unseen']:,} labels in {images:,} {'complete ' * bool(file.complete)}images, "
