@@ -190,7 +190,7 @@ def test_decisions_and_drawn_objects_are_saved_and_read_by_the_command(open_page
     draw(page, "", (0.1, 0.1), (0.1, 0.1))
     expect(page.locator("#naming")).to_be_hidden()
     page.reload()  # the browser keeps them
-    expect(page.locator("#looked")).to_have_text("2 objects added, 0 of 3 images complete")
+    expect(page.locator("#looked")).to_have_text("2 added, 0 of 3 images complete")
     file = read_decisions(save_decisions(page, tmp_path / "d.json"), read_suggestions(source.suggestions))
     *suggestions, bird, new = file.suggestions
     assert [item.state for item in suggestions[:3]] == ["accepted", "rejected", "undecided"] and not file.complete
@@ -215,6 +215,6 @@ def test_images_are_completed_in_a_fixed_order_after_their_suggestions(open_page
     file = save_decisions(page, tmp_path / "d.json")
     assert read_decisions(file, read_suggestions(source.suggestions)).complete == {first}
     press(page, "u", "u")
-    expect(page.locator("#looked")).to_have_text("0 objects added, 0 of 3 images complete")
+    expect(page.locator("#looked")).to_have_text("0 added, 0 of 3 images complete")
     page.locator("#load").set_input_files(file)
-    expect(page.locator("#looked")).to_have_text("1 objects added, 1 of 3 images complete")
+    expect(page.locator("#looked")).to_have_text("1 added, 1 of 3 images complete")

@@ -1,7 +1,6 @@
 "use strict";
-// A person decides about one suggestion at a time, draws what is missed, and marks images in which nothing else is.
-// This is kept in the browser, under the hash of the file of suggestions, and saved as decisions.json. Text from data is
-// inserted as text, never as markup.
+// A person decides about suggestions, and draws what is missed. This is kept in the browser, under the hash of the file of
+// suggestions, and saved as decisions.json. Text from data is inserted as text, never as markup.
 const index = read("index");
 const items = index.items.map(([id, image, desc, score, agreement, ring]) => ({ id, image, desc, score, agreement, ring }));
 const wholes = index.images.map(({ id }, image) => ({ id: `image ${id}`, image, desc: "the whole image", score: 1 }));
@@ -89,7 +88,7 @@ function count() {
   const made = accepted + rejected;
   const drawn = Object.values(added).flat().length;
   find("counts").textContent = `${made} of ${index.total} decided: ${accepted} accepted, ${rejected} rejected`;
-  find("looked").textContent = `${drawn} objects added, ${complete} of ${wholes.length} images complete`;
+  find("looked").textContent = `${drawn} added, ${complete} of ${wholes.length} images complete`;
   find("meter").style.width = `${index.total ? (100 * made) / index.total : 0}%`;
   find("undo").disabled = history.length === 0;
   find("save").disabled = made + drawn + complete === 0;
@@ -172,6 +171,7 @@ function leave() {
   [corner, box] = [null, null];
   find("stage").classList.remove("drawing");
   find("stage").querySelector(".drawn")?.remove();
+  find("desc").blur(); // at once, so that the next key is one of the page
   find("naming").hidden = true;
 }
 
