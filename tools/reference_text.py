@@ -282,4 +282,5 @@ PREDICTIONS = {
     "preds.answers.jsonl": "one line per image, in full (below)",
     "preds.samples.jsonl": "the same for sampled answers, with `--samples`",
     "preds.unfinished.jsonl": "answers so far, while `predict` runs; `--resume` continues from it",
+    "decisions.json": "`decisions` by suggestion; `images` by image_id: `complete`, and `added` objects in pixels",
 }

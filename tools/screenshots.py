@@ -19,13 +19,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from coordexp.data import read_records
 from coordexp.pages.rollouts import choose_examples
 
 ROOT = Path(__file__).parents[1]
@@ -68,16 +66,13 @@ def capture_data(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
 
 
 def capture_suggestions(browser: Browser, work: Path, runs: Sequence[Path]) -> None:
-    """Capture the page in the middle of its work, on scenes of which every third label is missing."""
+    """Capture the page in the middle of its work, on scenes of which a third of the labels is missing."""
     coordexp(
         work, "demo", "scenes", "--out", "scenes", "--train", 1, "--val", 40, "--side", 128, "--objects", "3-8"
     )
-    records = [record for _, record in read_records(work / "scenes/val.jsonl")]
-    kept = [[item for k, item in enumerate(record.objects) if k % 3] for record in records]
-    lines = [replace(record, objects=tuple(items)).as_json() for record, items in zip(records, kept, strict=True)]
-    (work / "scenes/train.jsonl").write_text("\n".join(lines))
+    coordexp(work, "data", "thin", "scenes/val.jsonl", "--remove", 0.33, "--out", "scenes/thin.jsonl")
     options = ["--max-new-tokens", 300, "--batch", 40, "--out", "suggestions"]
-    coordexp(work, "data", "suggest", "--data", "scenes/train.jsonl", "--model", STAGE2_MODEL, *options)
+    coordexp(work, "data", "suggest", "--data", "scenes/thin.jsonl", "--model", STAGE2_MODEL, *options)
     take(browser, work / "suggestions/complete.html", "complete.png", (1300, 860), "", decide_about_some)
 
 

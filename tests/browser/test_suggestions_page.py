@@ -9,7 +9,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from coordexp.data import Record, RecordObject
-from coordexp.detect.suggestions import Suggestion, read_decisions, read_suggestions, write_suggestions
+from coordexp.detect.suggestions import Suggestion, fix_order, read_decisions, read_suggestions, write_suggestions
 from coordexp.pages.document import save_page
 from coordexp.pages.suggestions import ImagePlace, render_suggestions
 from tests.browser.conftest import Open
@@ -34,7 +34,7 @@ class SuggestionsPage:
         records, suggestions = {}, []
         for k, size in enumerate(self.sizes, start=1):
             Image.new("RGB", size, "teal").save(self.folder / f"{k}.png")
-            label = RecordObject("bird", "bbox_2d", (30, 20, 46, 40))
+            label = RecordObject("bird", "bbox_2d", (30, 20, 46, 40), 5)
             records[k] = Record(f"{k}.png", *size, "pixel", (label,), k)
         for k in range(6):
             box = (2.0 + k, 3.0, 20.0 + k, 18.0)
@@ -42,9 +42,8 @@ class SuggestionsPage:
             image = 1 + k // 2
             suggestions.append(Suggestion(k + 1, image, f"{image}.png", 1, item, 0.9 - k / 10, 0.5))
         file = write_suggestions(self.suggestions, suggestions)
-        page = render_suggestions(
-            file, records, "data.jsonl", folder=self.folder, target=path.parent, most=100, place=self.place
-        )
+        data = self.folder / "data.jsonl"
+        page = render_suggestions(file, records, data, target=path.parent, most=100, place=self.place)
         save_page(path, page)
         return path
 
@@ -83,14 +82,6 @@ def test_undo_takes_decisions_back_one_by_one(open_page: Open, tmp_path: Path) -
     press(page, "u", "u")
     expect(page.locator("#number")).to_have_text("1 of 6")
     expect(page.locator("#counts")).to_have_text("0 of 6 decided: 0 accepted, 0 rejected")
-
-
-def test_the_saved_file_has_all_decisions_and_is_read_by_the_command(open_page: Open, tmp_path: Path) -> None:
-    source = SuggestionsPage(tmp_path)
-    page = open_page(source)
-    press(page, "a", "r", "ArrowRight", "a")
-    file = save_decisions(page, tmp_path / "decisions.json")
-    assert read_decisions(file, read_suggestions(source.suggestions)) == {1: "accept", 2: "reject", 4: "accept"}
 
 
 def test_decisions_can_be_loaded_from_a_file_of_the_same_suggestions(open_page: Open, tmp_path: Path) -> None:
@@ -172,3 +163,58 @@ def test_on_a_phone_nothing_is_wider_than_the_window_and_buttons_are_in_reach(
     expect(page.locator("#accept")).to_be_in_viewport()
     page.locator("#accept").click()
     expect(page.locator("#number")).to_have_text("2 of 6")
+
+
+def draw(page: Page, desc: str, *corners: tuple[float, float]) -> None:
+    """Draw an object from the first corner to the other. They are shares of the sides of the image."""
+    stage = page.locator("#stage").bounding_box()
+    assert stage
+    press(page, "d")
+    for (x, y), act in zip(corners, (page.mouse.down, page.mouse.up), strict=True):
+        page.mouse.move(stage["x"] + x * stage["width"], stage["y"] + y * stage["height"])
+        act()
+    page.keyboard.type(desc)
+    press(page, "Enter")
+
+
+def test_decisions_and_drawn_objects_are_saved_and_read_by_the_command(open_page: Open, tmp_path: Path) -> None:
+    source = SuggestionsPage(tmp_path)
+    page = open_page(source)
+    press(page, "a", "r", "ArrowLeft")
+    draw(page, "bird", (0.75, 0.875), (0.25, 0.25))  # from the bottom right to the top left
+    expect(page.locator("#stage .tag.added")).to_have_text("bird")
+    draw(page, " new class ", (0.5, 0.5), (1.3, 0.75))  # beyond the edge
+    for desc, keys in (("", "Escape"), ("bird", "Delete"), ("cat", "u")):
+        draw(page, desc, (0.1, 0.1), (0.3, 0.3))
+        press(page, keys)
+    draw(page, "", (0.1, 0.1), (0.1, 0.1))
+    expect(page.locator("#naming")).to_be_hidden()
+    page.reload()  # the browser keeps them
+    expect(page.locator("#looked")).to_have_text("2 added, 0 of 3 images complete")
+    file = read_decisions(save_decisions(page, tmp_path / "d.json"), read_suggestions(source.suggestions))
+    *suggestions, bird, new = file.suggestions
+    assert [item.state for item in suggestions[:3]] == ["accepted", "rejected", "undecided"] and not file.complete
+    assert (bird.image_id, bird.item.desc, bird.item.category_id) == (1, "bird", 5)
+    assert (new.image_id, new.item.desc, new.item.category_id) == (1, "new class", None)
+    assert bird.item.coords == pytest.approx((16, 12, 48, 42), abs=0.2)
+    assert new.item.coords == pytest.approx((32, 24, 64, 36), abs=0.2) and new.item.coords[2] == 64
+
+
+def test_images_are_completed_in_a_fixed_order_after_their_suggestions(open_page: Open, tmp_path: Path) -> None:
+    source = SuggestionsPage(tmp_path)
+    page = open_page(source)
+    first, second, _ = fix_order([1, 2, 3])
+    press(page, "i", "ArrowRight", "ArrowRight", "c")
+    expect(page.locator("#where")).to_have_text("3 of 9")
+    expect(page.locator("#trouble")).to_contain_text("2 suggestions")
+    press(page, "ArrowLeft", "ArrowLeft", "a", "r")
+    expect(page.locator("#accept")).to_be_hidden()
+    draw(page, "cat", (0.1, 0.1), (0.3, 0.3))
+    press(page, "c")
+    expect(page.locator("#image")).to_contain_text(f"{second}.png")
+    file = save_decisions(page, tmp_path / "d.json")
+    assert read_decisions(file, read_suggestions(source.suggestions)).complete == {first}
+    press(page, "u", "u")
+    expect(page.locator("#looked")).to_have_text("0 added, 0 of 3 images complete")
+    page.locator("#load").set_input_files(file)
+    expect(page.locator("#looked")).to_have_text("1 added, 1 of 3 images complete")

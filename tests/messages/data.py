@@ -51,6 +51,7 @@ ALONE = {"question": "Why?", "answer": "Because."}
 ABOUT_IMAGE = {"image": "a.png", "width": 64, "height": 48, "question": "How many?", "answer": "3"}
 EMPTY = {"image": "a.png", "width": 64, "height": 48, "space": "pixel", "objects": []}
 BOX = {"desc": "a", "bbox_2d": [1, 2, 3, 4]}
+NOTES = {"image": "a.png", "labels": 0, "complete": True, "added": []}
 SIZES = {"width": 64, "height": 48}
 
 
@@ -398,9 +399,11 @@ def a_line_of_suggestions(folder, text):
 
 @provoke(
     *({"suggestions": "0" * 64}, {"format": 2}, {"more": 1}),
+    *({"decisions": {id: "accept"}} for id in ("3", "0", "a", "1" * 20)),
+    *({"decisions": {"1": "maybe"}}, {"images": []}, {"images": {"-1": NOTES}}, {"images": {"1": {}}}),
     *(
-        {"decisions": decisions}
-        for decisions in ({"3": "accept"}, {"1": "maybe"}, {"0": "accept"}, {"a": "accept"})
+        {"images": {"1": NOTES | {key: value}}}
+        for key, value in (("complete", 1), ("added", [BOX | {"desc": " "}]))
     ),
 )
 def decisions_with(folder, changes):
@@ -408,6 +411,12 @@ def decisions_with(folder, changes):
     text = json.dumps({"format": 1, "suggestions": file.sha256, "decisions": {}} | changes)
     (folder / "d.json").write_text(text)
     read_decisions(folder / "d.json", file)
+
+
+@provoke([60, 40, 64.5, 48], [-1, 0, 5, 5], [9, 9, 5, 5], [5, 5, 5.01, 9], [1, 1, 9, 1, 9])
+def an_added_box(folder, box):
+    item = RecordObject("a", "bbox_2d", tuple(box))
+    replace(SUGGESTION, item=item, state="added").to_label(parse_record(json.dumps(EMPTY)))
 
 
 @provoke({"image": "b.png"}, {"labels": 0}, {"image_id": 5})

@@ -149,7 +149,7 @@ def samples(folder, written):
     read_samples(folder / "preds.json", count, image_ids)
 
 
-@provoke({"image_id": 9}, {"image": "c.png"}, {"score": None})
+@provoke({"image": "c.png"}, {"score": None})
 def answers_for_suggestions_with(folder, changes):
     given = answer(prediction("cat", BOX, None)) if "score" in changes else answer(**changes)
     suggest_labels(TRUTH, [given], SuggestionRules(iou=0.5, other_iou=0.7))

@@ -156,7 +156,12 @@ def record_case(folder: Path) -> Case:
     for name in ("a", "b", "c"):
         write_image(folder / f"images/{name}.png")
     write(folder, train_jsonl=to_lines([*RECORDS, CHAT]), plain_jsonl=to_lines(RECORDS))
-    write_suggestions(folder / "suggestions.jsonl", [suggestion(image="images/a.png", image_id=4, labels=2)])
+    item = suggestion(image="images/a.png", image_id=4, labels=2)
+    file = write_suggestions(folder / "suggestions.jsonl", [item])
+    added = [{"desc": "cat", "bbox_2d": [1, 2, 30, 40.5], "category_id": 3}]
+    notes = {"4": {"image": item.image, "labels": 2, "complete": True, "added": added}}
+    said = {"format": 1, "suggestions": file.sha256, "decisions": {"1": "accept"}, "images": notes}
+    write(folder, decisions_json=json.dumps(said))
     commands = [
         "data doctor {folder}/train.jsonl --images decode",
         "data doctor {folder}/train.jsonl --json",
@@ -168,9 +173,9 @@ def record_case(folder: Path) -> Case:
         "data export yolo {folder}/plain.jsonl --out {new}/yolo",
         "data export labelstudio {folder}/plain.jsonl --out {new}/tasks.json",
         "data complete -d {folder}/plain.jsonl -s {folder}/suggestions.jsonl --out {folder}/more.jsonl "
-        "--accept-above 0.5",
+        "--accept-above 0.5 --decisions {folder}/decisions.json",
     ]
-    return Case(folder, commands, ["train.jsonl", "plain.jsonl", "suggestions.jsonl"])
+    return Case(folder, commands, ["train.jsonl", "plain.jsonl", "suggestions.jsonl", "decisions.json"])
 
 
 def prediction_case(folder: Path) -> Case:

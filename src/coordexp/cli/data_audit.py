@@ -37,22 +37,21 @@ def audit(
     from coordexp.detect.audit import find_judged, list_audited_objects, read_judged
     from coordexp.evaluate import incomplete
 
-    judged = read_judged(folder / SUGGESTIONS, folder / DECISIONS)
+    file = read_judged(folder / SUGGESTIONS, folder / DECISIONS)
     report = evaluate_file(data, preds or folder / PREDICTIONS)
-    judgements = find_judged(judged, report)
-    objects, images = list_audited_objects(report, judgements), len(judgements)
+    judgements = [entry for entry in find_judged(file, report) if file.is_asked(entry[0].comparison.image_id)]
+    objects, images = list_audited_objects(judgements), len(judgements)
     states = Counter(item.state for item in objects)
-    if images < 2 or not states["found"] + states["accepted"]:
-        raise UserError(
-            f"{data}: nothing to estimate from", "audit about 50 images in which the model finds labels"
-        )
+    known = states.total() - states["rejected"] if file.complete else states["found"] + states["accepted"]
+    if images < 2 or not known:
+        raise UserError(f"{data}: nothing to estimate from", "audit 50 images in which the model finds labels")
     decided = states["accepted"] + states["rejected"]
     out.print(
-        f"{states['found'] + states['unseen']:,} labels in {images:,} images, of which the model found "
-        f"{states['found']:,}; {decided:,} of {decided + states['undecided']:,} suggestions judged, "
-        f"{states['accepted']:,} accepted"
+        f"{states['found'] + states['unseen']:,} labels in {images:,} {'complete ' * bool(file.complete)}images, "
+        f"of which the model found {states['found']:,}; {decided:,} of {decided + states['undecided']:,} "
+        f"suggestions judged, {states['accepted']:,} accepted; {states['added']:,} objects added"
     )
-    result = incomplete.audit(objects, images)
+    result = incomplete.audit(objects, images, bool(file.complete))
     out.print(Text(f"labelled share: {result.share}", style="bold"))
     for title, shares in (("by size, in thirds", result.by_size), ("by class", result.by_class)):
         if shares:

@@ -90,9 +90,17 @@ def export(
         need_new_file(path)
     with progress(f"exporting {file}") as show:
         if form == "labelstudio":
-            given = {"prefix": prefix, "model_version": model_version}
-            options = {name: value for name, value in given.items() if value is not None}
-            tasks, classes = _write_tasks(file, target, suggestions, only_suggested=only_suggested, **options)
+            from coordexp.data import RecordFile
+            from coordexp.data.importers.labelstudio import write_tasks
+            from coordexp.detect.suggestions import join_records, read_suggestions
+
+            given = {"prefix": prefix, "model_version": model_version, "only_suggested": only_suggested}
+            options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+            records = RecordFile(file)
+            suggested = () if suggestions is None else read_suggestions(suggestions).suggestions
+            joined = join_records(map(records.read_with_image_id, range(len(records))), suggested)
+            rows = ((record, [(item.id, item.item, item.score) for item in own]) for record, own in joined)
+            tasks, classes = write_tasks(target, rows, **options)
             counts = f"{tasks:,} tasks, and {target.with_suffix('.xml')}: {classes:,} classes"
         else:
             from coordexp.data.export import export_coco, export_yolo
@@ -101,16 +109,3 @@ def export(
             report = write(file, target, images or file.parent, show)
             counts = f"{report.images:,} images, {report.objects:,} objects, {report.classes:,} classes"
     out.print(f"wrote {target}: {counts}", markup=False)
-
-
-def _write_tasks(file: Path, target: Path, suggestions: Path | None, **options: Any) -> tuple[int, int]:
-    from coordexp.data import RecordFile
-    from coordexp.data.importers.labelstudio import write_tasks
-    from coordexp.detect.suggestions import join_records, read_suggestions
-
-    suggested = () if suggestions is None else read_suggestions(suggestions).suggestions
-    records = (
-        (record, [(item.id, item.item, item.score) for item in own])
-        for record, own in join_records(RecordFile(file), suggested)
-    )
-    return write_tasks(target, records, **options)

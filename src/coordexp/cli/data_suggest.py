@@ -1,6 +1,5 @@
 """`coordexp data suggest` and `coordexp data complete`: find labels that are missing, and add them."""
 
-from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -82,15 +81,13 @@ def suggest(
         raise UserError(f"--{option} has no effect with --preds", "leave it out, or give --model instead")
     if shuffle and samples:
         raise UserError("--shuffle is for an audit, which is about one answer per image", "leave out --samples")
-    from coordexp.detect.suggestions import SuggestionRules
-
-    comparison = asdict(SuggestionRules(iou, other_iou, new_classes, ignore_exhaustive, shuffle=shuffle))
-    comparison |= {"page_limit": page_limit, "images": images}
+    rules: dict[str, Any] = {"iou": iou, "other_iou": other_iou, "new_classes": new_classes, "shuffle": shuffle}
+    rules |= {"ignore_exhaustive": ignore_exhaustive, "page_limit": page_limit, "images": images}
     if shard is not None:
         if model is None or resume:
             name = "--preds" if model is None else "--resume"
             raise UserError(f"--shard has no effect with {name}", "leave one of them out")
-        _answer_shard(shard, model, data, folder, samples, comparison, asking)
+        _answer_shard(shard, model, data, folder, samples, rules, asking)
         return
     need("PIL", extra="evaluate")
     if model is not None and not resume:
@@ -105,7 +102,7 @@ def suggest(
             if end.exit_code:  # 0: the predictions were complete before
                 raise
     assert preds is not None
-    compare_with_labels(data, preds, folder, samples, **comparison)
+    compare_with_labels(data, preds, folder, samples, **rules)
 
 
 def _answer_shard(
@@ -143,21 +140,9 @@ def compare_with_labels(
     with progress("comparing predictions with labels"):
         report = suggest_labels(truth, chain(answers, *sampled), SuggestionRules(**rules))
     with progress(f"writing {folder / PAGE}") as show:
-
-        def show_image(number: int) -> None:
-            show(f"image {number:,}")
-
         file = write_suggestions(folder / SUGGESTIONS, report.suggestions)
-        page = render_suggestions(
-            file,
-            dict(truth),
-            str(records),
-            folder=records.path.parent,
-            target=folder,
-            most=page_limit,
-            place=images,
-            notify=show_image,
-        )
+        options: dict[str, Any] = {"most": page_limit, "place": images, "notify": show}
+        page = render_suggestions(file, dict(truth), data, target=folder, **options)
         save_page(folder / PAGE, page)
     _print_report(report, folder, len(truth))
 
@@ -205,7 +190,7 @@ def complete(
         typer.Option(min=0, max=1, help="Accept suggestions with at least this score that nobody has decided on."),
     ] = None,
 ) -> None:
-    """Write a data set with the accepted labels. Records, ids and the space of coordinates stay as they are."""
+    """Write a data set with the accepted and added labels. Records, ids and spaces stay as they are."""
     from coordexp.data import RecordFile
     from coordexp.detect.suggestions import accept, complete_records, read_decisions, read_suggestions
     from coordexp.files import write_whole
@@ -217,13 +202,13 @@ def complete(
     need_new_file(target)
     with progress(f"writing {target}"):
         file = read_suggestions(suggestions)
-        decided = {} if decisions is None else read_decisions(decisions, file)
-        accepted = accept(file.suggestions, decided, accept_above)
+        said = file if decisions is None else read_decisions(decisions, file)
+        accepted = accept(said.suggestions, accept_above)
         records = RecordFile(data, partial(err.print, markup=False))
         completed = complete_records(records, accepted, target.parent)
         write_whole(target, (f"{record.as_json()}\n" for record in completed))
-    rejected = sum(decision == "reject" for decision in decided.values())
-    undecided = len(file.suggestions) - len(accepted) - rejected
+    rejected = sum(item.state == "rejected" for item in said.suggestions)
+    undecided = len(said.suggestions) - len(accepted) - rejected
     out.print(
         f"wrote {target}: {len(records):,} records, {len(accepted):,} labels added; {rejected:,} suggestions were "
         f"rejected, {undecided:,} are undecided",

@@ -66,12 +66,13 @@ def evaluate(
             "give one or two --preds, and as many --judged or none, in the same order",
         )
     from coordexp.detect.audit import count_judged, find_judged, read_judged
+    from coordexp.detect.suggestions import SuggestionFile
     from coordexp.evaluate.incomplete import compare_quality
 
     decided = [read_judged(folder / SUGGESTIONS, folder / DECISIONS) for folder in judged or ()]
     reports = [evaluate_file(data, path) for path in preds]
-    pairs = zip(reports, decided or [()] * len(reports), strict=True)
-    rows = [[count_judged(report, find_judged(own, report))] for report, own in pairs]
+    pairs = zip(reports, decided or [SuggestionFile()] * len(reports), strict=True)
+    rows = [[count_judged(find_judged(own, report))] for report, own in pairs]
     quality = compare_quality(rows, labelled_share, bool(judged)) if judged or labelled_share else None
     content: dict[str, Any] = {"data": str(data), "preds": [str(path) for path in preds]}
     if len(reports) == 1:

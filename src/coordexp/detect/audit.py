@@ -1,72 +1,74 @@
 """The judgements of a person about suggestions, as the estimates from incomplete labels need them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from coordexp.detect.suggestions import Decision, Suggestion, check_record, read_decisions, read_suggestions
+from coordexp.detect.suggestions import SuggestionFile, fix_order, join_records, read_decisions, read_suggestions
 from coordexp.errors import DataError, UserError
 from coordexp.evaluate import EvaluationReport
-from coordexp.evaluate.comparison import LabelledShape
+from coordexp.evaluate.comparison import LabelledShape, Shape
 from coordexp.evaluate.incomplete import AuditedObject, State
+from coordexp.evaluate.report import ImageReport
 from coordexp.intervals import Floats
 
-STATES: dict[Decision | None, State] = {"accept": "accepted", "reject": "rejected", None: "undecided"}
-
-Judged = Sequence[tuple[Suggestion, State]]
-Judgements = list[list[tuple[int, State]]]  # for each image, the numbers of predicted objects that were suggested
+Judgements = list[tuple[ImageReport, list[tuple[LabelledShape, State]]]]
 
 
-def read_judged(suggestions: Path, decisions: Path) -> Judged:
+def read_judged(suggestions: Path, decisions: Path) -> SuggestionFile:
     """Return the suggestions with what a person says about them. Raise UserError unless those that are decided
-    stand for all: they are in random order, or none is undecided."""
+    stand for all: none is undecided, in complete images if there are any, or they are first in random order."""
     file = read_suggestions(suggestions)
-    decided = read_decisions(decisions, file) if file.suggestions else {}
-    scores = [suggestion.score for suggestion in file.suggestions]
-    left = len(scores) - len(decided)
-    if left and (not decided or scores == sorted(scores, reverse=True)):
+    if file.suggestions or decisions.exists():
+        file = read_decisions(decisions, file)
+    asked = [item for item in file.suggestions if item.id and file.is_asked(item.image_id)]
+    states, scores = [item.state for item in asked], [item.score for item in asked]
+    left, is_sorted = states.count("undecided"), scores == sorted(scores, reverse=True)
+    if left and (file.complete or is_sorted or not 0 < states.index("undecided") == len(states) - left):
         raise UserError(
-            f"{decisions}: {left:,} of {len(scores):,} suggestions are undecided, and the others may differ",
-            "decide about all of them, or make them in random order with `coordexp data suggest --shuffle`",
+            f"{decisions}: {left:,} of {len(states):,} suggestions are undecided, and the others may differ",
+            "decide about all of them, or about the first ones in the random order of `data suggest --shuffle`",
         )
-    first = min({suggestion.id for suggestion in file.suggestions} - decided.keys(), default=0)
-    if decided and 0 < first < max(decided):
-        raise UserError(
-            f"{decisions}: suggestion {first} is undecided, and later ones are not: those do not stand for all",
-            "decide about all up to the last decided one; the page shows undecided ones of all classes and scores",
-        )
-    return [(suggestion, STATES[decided.get(suggestion.id)]) for suggestion in file.suggestions]
+    return file
 
 
-def find_judged(judged: Judged, report: EvaluationReport) -> Judgements:
-    """Return what a person says about the predictions of a report. Raise DataError if it is about others."""
-    by_image: dict[int, list[tuple[Suggestion, State]]] = {}
-    for suggestion, state in judged:
-        by_image.setdefault(suggestion.image_id, []).append((suggestion, state))
+def find_judged(file: SuggestionFile, report: EvaluationReport) -> Judgements:
+    """Return what a person says about the predictions of a report, and what they added. Raise DataError if it is
+    about others, or if images are complete that do not stand for all."""
     judgements: Judgements = []
-    for comparison in (image.comparison for image in report.images):
-        judgements.append([])
+    comparisons = [image.comparison for image in report.images]
+    joined = join_records(((item.image_id, item.record) for item in comparisons), file.suggestions)
+    for image, comparison, (record, own) in zip(report.images, comparisons, joined, strict=True):
+        judgements.append((image, []))
         places = [(item.desc, item.bins) for item in comparison.answer.valid]
-        for suggestion, state in by_image.pop(comparison.image_id, []):
-            check_record(suggestion, comparison.record)
-            place = (suggestion.item.desc, comparison.record.in_bins(suggestion.item))
-            if place not in places:
+        for suggestion in own:
+            label = suggestion.to_label(record)
+            place = (label.desc, record.in_bins(label))
+            if suggestion.state == "added":
+                shape = Shape(label.kind, record.in_pixels(label))
+                judgements[-1][1].append((LabelledShape(label.desc, shape), "added"))
+            elif place not in places:
                 raise DataError(
                     f"image_id {comparison.image_id}: suggestion {suggestion.id} is no object of the predictions",
                     "give the predictions that the suggestions were made from, without sampled answers",
                 )
-            judgements[-1].append((places.index(place), state))
-    if by_image:
-        raise DataError(f"image_id {min(by_image)} has suggestions and no answer", "give the data they are about")
+            elif (k := places.index(place)) in image.false_positives:
+                state = suggestion.state if file.is_asked(comparison.image_id) else "undecided"
+                judgements[-1][1].append((comparison.predicted[k], state))
+    first = fix_order(item.image_id for item in comparisons if item.record.expression is None)
+    if wrong := file.complete ^ set(first[: len(file.complete)]):
+        raise DataError(
+            f"the complete images are not the first ones, which stand for all (image_id {min(wrong)})",
+            "press `i` on the page, and mark images in the order of the page, from the first one",
+        )
     return judgements
 
 
-def list_audited_objects(report: EvaluationReport, judgements: Judgements) -> list[AuditedObject]:
-    """Return the labels and the suggestions of all images, without those that ask for an expression, which have no
-    suggestions. A label is found if it matches a predicted object."""
+def list_audited_objects(judgements: Judgements) -> list[AuditedObject]:
+    """Return the labels, the suggestions and what was added, without images that ask for an expression, which have
+    no suggestions. A label is found if it matches a predicted object."""
     objects = []
-    for number, (image, judged) in enumerate(zip(report.images, judgements, strict=True)):
+    for number, (image, judged) in enumerate(judgements):
         comparison, matches = image.comparison, {j: i for i, j in image.pairs}
         if comparison.record.expression is not None:
             continue
@@ -74,7 +76,7 @@ def list_audited_objects(report: EvaluationReport, judgements: Judgements) -> li
             ("found", comparison.predicted[matches[j]]) if j in matches else ("unseen", item)
             for j, item in enumerate(comparison.true)
         ]  # a found one has its predicted shape, as suggestions do, so that sizes are compared by one measure
-        states += [(state, comparison.predicted[k]) for k, state in judged if k in image.false_positives]
+        states += [(state, shape) for shape, state in judged]
         pixels = comparison.record.width * comparison.record.height
         objects += [
             AuditedObject(number, item.shape.box_area / pixels, item.desc, state) for state, item in states
@@ -82,12 +84,12 @@ def list_audited_objects(report: EvaluationReport, judgements: Judgements) -> li
     return objects
 
 
-def count_judged(report: EvaluationReport, judgements: Judgements) -> Floats:
+def count_judged(judgements: Judgements) -> Floats:
     """Return a row for each image: predicted objects that match a label, all of them, and labels; then suggestions
     among the others, those judged, and those accepted."""
     rows = []
-    for image, judged in zip(report.images, judgements, strict=True):
-        states = [state for k, state in judged if k in image.false_positives]
+    for image, judged in judgements:
+        states = [state for _, state in judged if state != "added"]
         known = len(states) - states.count("undecided")
         counts = image.counts
         rows.append([counts.pairs, counts.predicted, counts.true, len(states), known, states.count("accepted")])

@@ -11,20 +11,24 @@ has the medians of their sides; a polygon is the one with the best score.
     suggestions.jsonl  {"id": 1, "image_id": 7, "image": "images/7.png", "labels": 4, "desc": "red cup",
                         "bbox_2d": [10, 20, 110, 220], "category_id": 3, "score": 0.93, "agreement": 1.0}
     decisions.json     {"format": 1, "suggestions": "sha256 of suggestions.jsonl",
-                        "decisions": {"1": "accept", "2": "reject"}}
+                        "decisions": {"1": "accept", "2": "reject"},
+                        "images": {"7": {"image": "images/7.png", "labels": 4, "complete": true,
+                                         "added": [{"desc": "red cup", "bbox_2d": [300, 20, 340.5, 60]}]}}}
 
 The id of a suggestion is its place in the file, from 1. The best score comes first, unless they were shuffled. It
-is a box or a polygon (`poly`) in the space of its record, and `labels` is how many labels that record had. Reading
-is strict: a file that breaks a rule is a `DataError`.
+is a box or a polygon (`poly`) in the space of its record, and `labels` is how many labels that record had. What a
+person added is in pixels; in a `complete` image, they say, no other object is missing. Reading is strict: a file
+that breaks a rule is a `DataError`.
 
 The comparison needs scipy, which is imported inside the functions: the other commands start without it.
 """
 
 import hashlib
 import json
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NotRequired
@@ -41,13 +45,13 @@ from coordexp.files import read_file, write_whole
 
 if TYPE_CHECKING:
     from coordexp.evaluate.answer import AnswerObject, ImageAnswer
+    from coordexp.evaluate.incomplete import State
     from coordexp.evaluate.predictions import Truth
 
 RESOLUTION = 256  # pixels of the canvas on which polygons are compared
 DIGITS: dict[Space, int] = {"pixel": 3, "norm1000": 3, "unit": 6, "bin": 0}  # after the decimal point
-_SAME_FILE = "give the file that the suggestions were made for"
 
-Decision = Literal["accept", "reject"]
+STATES: "dict[Literal['accept', 'reject'], State]" = {"accept": "accepted", "reject": "rejected"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,8 @@ class SuggestionRules:
 @dataclass(frozen=True, slots=True)
 class Suggestion:
     """A label that may be missing. `item` is in the space of the record, which has `labels` labels. `agreement` is
-    the share of the answers that have the object, None if there was only one answer."""
+    the share of the answers that have the object, None if there was only one answer. An object that a person added
+    has the id 0, and is in pixels."""
 
     id: int
     image_id: int
@@ -74,6 +79,7 @@ class Suggestion:
     item: RecordObject
     score: float
     agreement: float | None = None
+    state: "State" = "undecided"
 
     def as_json(self) -> str:
         head = {"id": self.id, "image_id": self.image_id, "image": self.image, "labels": self.labels}
@@ -81,6 +87,18 @@ class Suggestion:
         return json.dumps(
             head | self.item.as_dict() | {"score": round(self.score, 6)} | agreement, ensure_ascii=False
         )
+
+    def to_label(self, record: Record) -> RecordObject:
+        """Return the object in the space of its record. Raise DataError if what was added cannot be a label."""
+        item, size = self.item, (record.width, record.height)
+        if self.state != "added":
+            return item
+        with explain(ValueError, f"image_id {self.image_id}: the added {item.desc!r}", "draw it again"):
+            if not all(0 <= value <= size[k % 2] for k, value in enumerate(item.coords)):
+                raise ValueError(f"{item.kind} {item.coords} is outside of {size[0]} x {size[1]} pixels")
+            bins = replace(record, space="pixel").in_bins(item)
+            geometry = TrueObject(item.desc, Geometry(item.kind, bins)).geometry
+        return to_record_object(item.desc, geometry, record, item.category_id)
 
 
 @dataclass
@@ -162,11 +180,6 @@ def _group_answers(answers: "Iterable[ImageAnswer]", records: dict[int, Record])
 
     by_image: dict[int, list[ImageAnswer]] = {}
     for answer in answers:
-        if answer.image_id not in records:
-            raise DataError(
-                f"image_id {answer.image_id} ({answer.image}) is not in the data",
-                "give the file that was predicted on",
-            )
         check_same_image(answer, records[answer.image_id])
         if answer.was_asked and records[answer.image_id].expression is None:
             by_image.setdefault(answer.image_id, []).append(answer)
@@ -247,6 +260,7 @@ def to_record_object(desc: str, geometry: Geometry, record: Record, category_id:
 # The files of suggestions and decisions
 
 _Share = Annotated[float, Strict(), Field(ge=0, le=1)]
+_Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 
 
 @with_config(ConfigDict(extra="forbid"))
@@ -260,10 +274,19 @@ class _SuggestionLine(ObjectLine):
 
 
 @with_config(ConfigDict(extra="forbid"))
+class _ImageNotes(TypedDict):
+    image: Annotated[str, Strict()]
+    labels: Annotated[int, Strict(), Field(ge=0)]
+    complete: Annotated[bool, Strict()]
+    added: list[ObjectLine]
+
+
+@with_config(ConfigDict(extra="forbid"))
 class _DecisionsFile(TypedDict):
     format: Literal[1]
     suggestions: Annotated[str, Strict()]
-    decisions: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]*$")], Decision]
+    decisions: dict[_Number, Literal["accept", "reject"]]
+    images: NotRequired[dict[_Number, _ImageNotes]]
 
 
 _SUGGESTION_LINE = TypeAdapter(_SuggestionLine)
@@ -272,10 +295,16 @@ _DECISIONS_FILE = TypeAdapter(_DecisionsFile)
 
 @dataclass(frozen=True)
 class SuggestionFile:
-    """All suggestions of a file, in its order, and the hash of the file, by which decisions name it."""
+    """All suggestions of a file, in its order, and the hash of the file, by which decisions name it. With these,
+    also what a person added, and the images that they say are complete."""
 
-    suggestions: tuple[Suggestion, ...]
-    sha256: str
+    suggestions: tuple[Suggestion, ...] = ()
+    sha256: str = ""
+    complete: frozenset[int] = frozenset()
+
+    def is_asked(self, image_id: int) -> bool:
+        """Return True if decisions about an image count: if any images are complete, only those do."""
+        return not self.complete or image_id in self.complete
 
 
 def write_suggestions(path: Path, suggestions: Iterable[Suggestion]) -> SuggestionFile:
@@ -302,72 +331,66 @@ def read_suggestions(path: Path) -> SuggestionFile:
     return SuggestionFile(tuple(suggestions), hashlib.sha256(content).hexdigest())
 
 
-def read_decisions(path: Path, suggestions: SuggestionFile) -> dict[int, Decision]:
-    """Return the decisions by the id of the suggestion. Raise DataError if they are about other suggestions."""
+def read_decisions(path: Path, file: SuggestionFile) -> SuggestionFile:
+    """Return the suggestions with the decisions. Raise DataError if they are about other suggestions."""
     with explain((OSError, ValueError), str(path), "use the file that the page of `coordexp data suggest` saved"):
         document = check_value(_DECISIONS_FILE, load_strictly(read_file(path)))
-    decisions = {int(id): decision for id, decision in document["decisions"].items()}
-    unknown = [id for id in decisions if id > len(suggestions.suggestions)]
-    if document["suggestions"] != suggestions.sha256 or unknown:
+        images = {int(id): notes for id, notes in document.get("images", {}).items()}
+        new = {id: [RecordObject.of(line) for line in notes["added"]] for id, notes in images.items()}
+    states = {int(id): STATES[decision] for id, decision in document["decisions"].items()}
+    if document["suggestions"] != file.sha256 or states.keys() - {item.id for item in file.suggestions}:
         raise DataError(
             f"{path} has decisions about other suggestions",
             "give the suggestions.jsonl that the page was made with; the two are written by one command",
         )
-    return decisions
+    items = [replace(item, state=states.get(item.id, "undecided")) for item in file.suggestions]
+    for id, own in images.items():
+        items += [Suggestion(0, id, own["image"], own["labels"], item, 1.0, None, "added") for item in new[id]]
+    complete = frozenset(id for id, notes in images.items() if notes["complete"])
+    return SuggestionFile(tuple(items), file.sha256, complete)
 
 
-def accept(
-    suggestions: Sequence[Suggestion], decisions: Mapping[int, Decision], above: float | None
-) -> list[Suggestion]:
-    """Return the accepted suggestions. A decision counts first; without one, a score of at least `above` does."""
-    by_score = {item.id: "accept" for item in suggestions if above is not None and item.score >= above}
-    decided = by_score | dict(decisions)
-    return [item for item in suggestions if decided.get(item.id) == "accept"]
+def accept(suggestions: Iterable[Suggestion], above: float | None) -> list[Suggestion]:
+    """Return what was accepted or added. A decision counts first; without one, a score from `above` does."""
+    least = {"rejected": math.inf, "undecided": math.inf if above is None else above}
+    return [item for item in suggestions if item.score >= least.get(item.state, 0)]
+
+
+def fix_order(image_ids: Iterable[int]) -> list[int]:
+    """Return images in an order that does not depend on what they show, so that the first ones stand for all."""
+    return sorted(image_ids, key=lambda image_id: hashlib.sha256(b"%d" % image_id).digest())
 
 
 # The data set with the accepted labels
 
 
 def join_records(
-    records: RecordFile, suggestions: Iterable[Suggestion]
+    records: Iterable[tuple[int, Record]], suggestions: Iterable[Suggestion]
 ) -> Iterator[tuple[Record, list[Suggestion]]]:
-    """Yield all records of a file, each with its suggestions. Raise DataError if the file is not the one that they
-    were made for, or has been changed since."""
+    """Yield all records, each with its suggestions. Raise DataError if they were made for others, or if these have
+    been changed since."""
     by_image: dict[int, list[Suggestion]] = {}
-    for suggestion in suggestions:
-        by_image.setdefault(suggestion.image_id, []).append(suggestion)
-    for index in range(len(records)):
-        image_id, record = records.read_with_image_id(index)
-        own = by_image.pop(image_id, [])
-        for suggestion in own:
-            check_record(suggestion, record)
+    fix = "give the file that the suggestions were made for, as it was then"
+    for item in suggestions:
+        by_image.setdefault(item.image_id, []).append(item)
+    for image_id, record in records:
+        own, now = by_image.pop(image_id, []), f"{record.image!r} with {len(record.objects)} labels"
+        for was in (f"{item.image!r} with {item.labels} labels" for item in own):
+            if was != now:
+                raise DataError(f"image_id {image_id} is {now}, and was {was} when others were suggested", fix)
         yield record, own
     if by_image:
-        raise DataError(f"{records}: no record has image_id {min(by_image)}, which suggestions name", _SAME_FILE)
+        raise DataError(f"no record has image_id {min(by_image)}, which suggestions name", fix)
 
 
-def check_record(suggestion: Suggestion, record: Record) -> None:
-    """Raise DataError unless this is the record that the label was suggested for, and unchanged."""
-    image_id, image, labels = suggestion.image_id, suggestion.image, suggestion.labels
-    if image != record.image:
-        raise DataError(
-            f"image_id {image_id} is {image!r} in the suggestions and {record.image!r} in the data", _SAME_FILE
-        )
-    if labels != len(record.objects):
-        raise DataError(
-            f"image_id {image_id} has {len(record.objects)} labels, and had {labels} when others were suggested",
-            "give the file as it was then, or run `coordexp data suggest` again",
-        )
-
-
-def complete_records(records: RecordFile, accepted: Sequence[Suggestion], folder: Path) -> Iterator[Record]:
+def complete_records(records: RecordFile, accepted: Iterable[Suggestion], folder: Path) -> Iterator[Record]:
     """Yield all records of a file with the accepted labels, for a file in `folder`. Raise DataError like
-    `join_records`."""
-    for record, added in join_records(records, accepted):
+    `join_records` and `Suggestion.to_label`."""
+    for record, added in join_records(map(records.read_with_image_id, range(len(records))), accepted):
         image = record.image
         if folder.resolve() != records.path.parent.resolve():
             image = move_address(image, records.path.parent, folder)
-        yield replace(add_labels(record, [suggestion.item for suggestion in added]), image=image)
+        yield replace(add_labels(record, [item.to_label(record) for item in added]), image=image)
 
 
 def add_labels(record: Record, added: Sequence[RecordObject]) -> Record:

@@ -2,8 +2,9 @@
 at random, and the precision and recall of answers.
 
 The model suggests objects that no label explains, and a person judges a random part of them, or all. An accepted
-one is an object whose label is missing. Those that have no label and were not suggested are estimated by Chapman's
-formula: among objects of about the same size, a model is assumed to find those without a label as often as others.
+one is an object whose label is missing. Others are known in images that a person has completed, and elsewhere
+estimated by Chapman's formula: among objects of about the same size, a model is assumed to find those without a
+label as often as others.
 
 Every estimate is a function of sums over images. Its variance is that of the jackknife, which leaves out one image
 at a time, so it includes that only a part of the suggestions was judged. An interval is Wilson's, for as many
@@ -33,13 +34,13 @@ P_RANDOM = 0.05 / 3  # three tests, so that one of them is below by chance in at
 
 JUDGE = "judge suggestions (evaluate --judged)"
 TOO_MANY_MATCHES = f"more predicted objects match a label than the labelled share allows: {JUDGE}"
-State = Literal["found", "unseen", "accepted", "rejected", "undecided"]
+State = Literal["found", "unseen", "accepted", "rejected", "undecided", "added"]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditedObject:
-    """A label that the model found or did not see, or a suggestion that a person accepted, rejected or has not
-    decided about. `image` is its number, from 0, and `area` a share of the image."""
+    """A label that the model found or did not see, a suggestion that a person accepted, rejected or has not
+    decided about, or what they added to both. `image` is its number, and `area` a share of the image."""
 
     image: int
     area: float
@@ -58,14 +59,15 @@ class Audit:
     tests: dict[str, tuple[float, str]]
 
 
-def audit(objects: Sequence[AuditedObject], images: int) -> Audit:
+def audit(objects: Sequence[AuditedObject], images: int, is_complete: bool = False) -> Audit:
     """Estimate the labelled share from all objects of the audited images. At least one has to be found or
-    accepted."""
+    accepted. In complete images, all suggestions are decided and all others added."""
     image = np.array([item.image for item in objects])
     area = np.array([item.area for item in objects])
     desc = np.array([item.desc for item in objects], dtype=object)
     state = np.array([item.state for item in objects])
-    is_found, is_accepted = state == "found", state == "accepted"
+    is_found = np.isin(state, ["found", "unseen"] if is_complete else ["found"])
+    is_accepted = np.isin(state, ["accepted", "added"] if is_complete else ["accepted"])
     is_label, is_judged = is_found | (state == "unseen"), is_accepted | (state == "rejected")
     is_suggested, is_known = is_judged | (state == "undecided"), is_found | is_accepted
 

@@ -14,13 +14,14 @@ from urllib.parse import quote
 
 from coordexp.data import Record, RecordObject
 from coordexp.data.addresses import is_file, join_address, move_address
-from coordexp.detect.suggestions import SuggestionFile
+from coordexp.detect.suggestions import SuggestionFile, fix_order
 from coordexp.pages.cards import number_classes, ring_of, try_thumbnail
 from coordexp.pages.document import render_page
 from coordexp.tasks import ignore
 
 SIDE = 800  # pixels of an image inside the page, at most
 MOST_INSIDE = 300  # images inside a page; with more of them, they are linked
+MOST_NAMES = 1000  # of classes to choose from, the most frequent ones
 
 ImagePlace = Literal["auto", "inside", "linked"]
 
@@ -28,36 +29,34 @@ ImagePlace = Literal["auto", "inside", "linked"]
 def render_suggestions(
     file: SuggestionFile,
     records: Mapping[int, Record],
-    title: str,
+    data: Path,
     *,
-    folder: Path,
     target: Path,
     most: int,
     place: ImagePlace = "auto",
-    notify: Callable[[int], None] = ignore,
+    notify: Callable[[str], None] = ignore,
 ) -> str:
-    """Return the page with at most `most` suggestions, the first ones, for a file in the folder `target`.
-    `records` are by image_id, and their images are relative to `folder`. `notify` gets the number of an image."""
+    """Return the page with at most `most` suggestions, the first ones, for a file in the folder `target`. Of many
+    images it has those with suggestions. `records` of `data` are by image_id. `notify` gets the number of one."""
     shown, total = file.suggestions[:most], len(file.suggestions)
-    numbers = {image_id: k for k, image_id in enumerate(dict.fromkeys(item.image_id for item in shown))}
+    chosen = {item.image_id for item in shown}
+    if len(records) <= MOST_INSIDE:
+        chosen |= {image_id for image_id, record in records.items() if record.expression is None}
+    numbers = {image_id: k for k, image_id in enumerate(fix_order(chosen))}
     are_linked = place == "linked" or (place == "auto" and len(numbers) > MOST_INSIDE)
     images: list[dict[str, Any]] = []
     pictures: dict[str, str] = {}
     for image_id, number in numbers.items():
-        notify(number + 1)
+        notify(f"image {number + 1:,}")
         record = records[image_id]
         labels = [[item.desc, _ring(item, record)] for item in record.objects]
-        image: dict[str, Any] = {
-            "name": record.image,
-            "width": record.width,
-            "height": record.height,
-            "labels": labels,
-        }
+        size = {"width": record.width, "height": record.height}
+        image: dict[str, Any] = {"id": str(image_id), "name": record.image, "labels": labels} | size
         if are_linked and is_file(record.image):
-            source = folder / record.image
+            source = data.parent / record.image
             image["source"] = quote(move_address(source.name, source.parent, target))
         else:
-            url, image["remark"] = try_thumbnail(join_address(folder, record.image), SIDE)
+            url, image["remark"] = try_thumbnail(join_address(data.parent, record.image), SIDE)
             if url:
                 image["element"] = f"picture-{number}"
                 pictures[f"picture-{number}"] = url
@@ -68,14 +67,17 @@ def render_suggestions(
         for one in shown
         if (record := records[one.image_id])
     ]
+    labelled = [*(one.item for one in shown), *(item for record in records.values() for item in record.objects)]
+    counts = Counter((item.desc, -1 if item.category_id is None else item.category_id) for item in labelled)
+    known = sorted(pair for pair, _ in counts.most_common(MOST_NAMES))
     index = {"hash": file.sha256, "total": total, "classes": list(names), "images": images, "items": items}
     first = f"the first {len(shown):,} of " if len(shown) < total else ""
     return render_page(
         "suggestions.html",
-        title=title,
+        title=str(data),
         scripts=["common.js", "suggestions.js"],
         styles=("page.css", "suggestions.css"),
-        data={"index": index, **pictures},
+        data={"index": index | {"known": known}, **pictures},
         linked_images=are_linked,
         scope=f"{first}{total:,} suggestions in {len(images):,} images",
         classes=classes,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from coordexp.cli import app
 from coordexp.data import RecordFile
-from coordexp.detect.suggestions import read_suggestions
+from coordexp.detect.suggestions import fix_order, read_suggestions
 from coordexp.evaluate import AnswerObject, ImageAnswer, read_predictions, read_truth, write_predictions
 
 REMOVED = 0.4
@@ -38,21 +38,28 @@ def write_answers(folder, name, share):
     write_predictions(folder / name / "preds.json", answers, labelled)
 
 
-def decide(folder, name, count):
-    """Decide about the first suggestions, and return how many are right and how many there are."""
-    true = {
-        (image_id, item.desc, record.in_bins(item))
-        for image_id, record in read_truth(RecordFile(folder / "scenes/val.jsonl"))
-        for item in record.objects
-    }
-    records = dict(read_truth(RecordFile(folder / "scenes/thin.jsonl")))
+def read_objects(file):
+    """Return the records by image_id, and their objects by image_id, desc and bins."""
+    records = dict(read_truth(RecordFile(file)))
+    pairs = [(id, record, item) for id, record in records.items() for item in record.objects]
+    return records, {(id, item.desc, record.in_bins(item)): item for id, record, item in pairs}
+
+
+def decide(folder, name, count, complete=()):
+    """Decide about the first suggestions, and add what complete images lack. Return how many suggestions are
+    right and how many there are."""
+    _, true = read_objects(folder / "scenes/val.jsonl")
+    records, labels = read_objects(folder / "scenes/thin.jsonl")
     file = read_suggestions(folder / name / "suggestions.jsonl")
-    is_right = [
-        (item.image_id, item.item.desc, records[item.image_id].in_bins(item.item)) in true
-        for item in file.suggestions
-    ]
+    places = [(one.image_id, one.item.desc, records[one.image_id].in_bins(one.item)) for one in file.suggestions]
+    is_right = [place in true for place in places]
+    images = {str(id): {"image": records[id].image, "complete": True, "added": []} for id in complete}
+    for id in complete:
+        images[str(id)]["labels"] = len(records[id].objects)
+        missed = [place for place in true if place[0] == id and place not in {*places, *labels}]
+        images[str(id)]["added"] = [true[place].as_dict() for place in missed]
     decisions = {str(k + 1): "accept" if right else "reject" for k, right in enumerate(is_right[:count])}
-    content = {"format": 1, "suggestions": file.sha256, "decisions": decisions}
+    content = {"format": 1, "suggestions": file.sha256, "decisions": decisions, "images": images}
     (folder / name / "decisions.json").write_text(json.dumps(content))
     return sum(is_right), len(is_right)
 
@@ -201,6 +208,23 @@ def test_the_best_suggestions_do_not_stand_for_all(folder):
     assert result.exit_code == 1 and f"{count - 5} of {count}" in result.output.replace("\n", " ")
     decide(folder, "sorted", count)
     run(*audit)
+
+
+def test_in_complete_images_nothing_is_estimated(folder):
+    out, thin, preds = folder / "complete", folder / "scenes/thin.jsonl", folder / "a/preds.json"
+    run("data", "suggest", "--data", thin, "--preds", preds, "--out", out)
+    audit = ["data", "audit", str(out), "--data", str(thin), "--preds", str(preds)]
+    images = fix_order(read_objects(thin)[0])[:20]
+    for complete, count in ((images[1:], 1000), (images, 5)):  # not the first ones, and not decided
+        decide(folder, "complete", count, complete)
+        assert CliRunner().invoke(app, audit).exit_code == 1
+    decide(folder, "complete", 1000, images)
+    counted = (read_objects(folder / f"scenes/{name}.jsonl")[1] for name in ("thin", "val"))
+    labels, true = (sum(place[0] in images for place in places) for places in counted)
+    printed = run(*audit)
+    assert read_number(r"(\d+) labels in (\d+) complete images", printed) == [labels, 20]
+    assert read_number(r"labelled share: (\S+)", printed) == [round(labels / true, 2)]
+    run("evaluate", "--data", thin, "--preds", preds, "--judged", out)
 
 
 def test_judgements_about_other_predictions_are_refused(folder):

@@ -199,15 +199,27 @@ def write_decisions(path, file, decisions, **changes):
 def test_decisions_are_read_by_the_id_of_the_suggestion(tmp_path):
     file = write_suggestions(tmp_path / "s.jsonl", [suggestion(), suggestion(2)])
     path = write_decisions(tmp_path / "d.json", file, {"2": "accept", "1": "reject"})
-    assert read_decisions(path, file) == {1: "reject", 2: "accept"}
+    assert [item.state for item in read_decisions(path, file).suggestions] == ["rejected", "accepted"]
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_what_a_person_added_is_a_label_in_the_space_of_its_record(tmp_path, space):
+    file = write_suggestions(tmp_path / "s.jsonl", [suggestion()])
+    lines = [{"desc": "cup", "bbox_2d": [64, 48.2, 640, 240], "category_id": 3}]
+    notes = {"2": {"image": "a.png", "labels": 0, "complete": True, "added": lines}}
+    said = read_decisions(write_decisions(tmp_path / "d.json", file, {"1": "reject"}, images=notes), file)
+    records = write_records(tmp_path / "train.jsonl", in_pixels(CUP), in_pixels(space=space))
+    _, record = complete_records(records, accept(said.suggestions, 0), tmp_path)
+    assert record.in_bins(record.objects[0]) == (100, 100, 999, 500) and said.complete == {2}
+    assert (record.objects[0].desc, record.objects[0].category_id, record.space) == ("cup", 3, space)
 
 
 def test_a_decision_counts_before_the_score():
-    suggestions = [suggestion(k, score=score) for k, score in enumerate((0.9, 0.8, 0.7, 0.6), start=1)]
-    decisions = {1: "reject", 4: "accept"}
-    assert [item.id for item in accept(suggestions, decisions, None)] == [4]
-    assert [item.id for item in accept(suggestions, decisions, 0.7)] == [2, 3, 4]
-    assert [item.id for item in accept(suggestions, {}, 0.8)] == [1, 2]
+    plain = [suggestion(k, score=score) for k, score in enumerate((0.9, 0.8, 0.7, 0.6), start=1)]
+    decided = [replace(plain[0], state="rejected"), *plain[1:3], replace(plain[3], state="accepted")]
+    assert [item.id for item in accept(decided, None)] == [4]
+    assert [item.id for item in accept(decided, 0.7)] == [2, 3, 4]
+    assert [item.id for item in accept(plain, 0.8)] == [1, 2]
 
 
 @pytest.mark.parametrize("space", SPACES)

@@ -18,9 +18,10 @@ KINDS = {"at random": (0.5, 0.5), "by size": (0.25, 0.85)}  # the labelled share
 FOUND = (0.45, 0.9)  # the share of small and of large objects that the model finds
 
 
-def draw_objects(seed, small, large, *, judged=1.0, clusters=0.0):
-    """Return the labels and the suggestions of images with objects of all sizes. A part of the suggestions is
-    judged. With `clusters`, all objects of a class have a label or none, in so many of the images."""
+def draw_objects(seed, small, large, *, judged=1.0, clusters=0.0, blind=0.0):
+    """Return the labels and the suggestions of images with objects of all sizes, and what a person may add. A part
+    of the suggestions is judged. With `clusters`, all objects of a class have a label or none, in so many of the
+    images. The model is `blind` for a part of the objects without a label."""
     rng = np.random.default_rng(seed)
     image = np.repeat(np.arange(IMAGES), 1 + rng.poisson(6, IMAGES))
     area = np.exp(rng.uniform(*np.log(AREA), len(image)))
@@ -32,11 +33,11 @@ def draw_objects(seed, small, large, *, judged=1.0, clusters=0.0):
     skill = rng.uniform(0.8, 1.1, IMAGES)[image]  # the model finds more in some images
     is_found = rng.random(len(image)) < np.where(is_large, FOUND[1], FOUND[0]) * skill
     is_judged = rng.random(len(image)) < judged
-    suggestion = np.where(is_judged, "accepted", "undecided")
+    is_found &= is_labelled | (np.random.default_rng((seed, 1)).random(len(image)) >= blind)
+    suggestion = np.where(is_found, np.where(is_judged, "accepted", "undecided"), "added")
     state = np.where(is_labelled, np.where(is_found, "found", "unseen"), suggestion)
     objects = [
-        AuditedObject(int(image[k]), float(area[k]), "abc"[kind[k]], str(state[k]))
-        for k in np.flatnonzero(is_labelled | is_found)
+        AuditedObject(int(image[k]), float(area[k]), "abc"[kind[k]], str(state[k])) for k in range(len(image))
     ]
     noise = np.where(rng.random(75) < judged, "rejected", "undecided")
     return objects + [AuditedObject(int(rng.integers(IMAGES)), 0.01, "a", str(state)) for state in noise]
@@ -62,6 +63,22 @@ def test_95_of_100_intervals_cover_the_labelled_share_and_labels_missing_at_rand
     print(kind, clusters, judged, "cover:", shares, "at random:", np.mean(is_random))
     assert (shares >= 0.92).all() and shares[0] <= 0.985
     assert np.mean(is_random) >= 0.92 if kind == "at random" else np.mean(is_random) <= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "images"), [("at random", 15), ("at random", IMAGES), ("by size", IMAGES)])
+def test_95_of_100_intervals_cover_the_share_of_complete_images_even_if_the_model_skips_objects(kind, images):
+    low, high = KINDS[kind]
+    covered = []
+    for seed in range(RUNS):
+        drawn = draw_objects(seed, low, high, clusters=0.7 * (kind == "at random"), blind=0.5)
+        objects = [item for item in drawn if item.image < images]
+        results = [audit(objects, images, is_complete) for is_complete in (True, False)]
+        truth = [(result.share, (low + high) / 2) for result in results] + [(results[0].by_size["large"], high)]
+        covered.append([share.low <= true <= share.high for share, true in truth])
+    shares = np.mean(covered, axis=0)
+    print(kind, images, "complete, estimated, large in complete images:", shares)
+    assert shares[0] >= 0.92 and shares[2] >= 0.92 and shares[0] <= 0.985 and shares[1] < 0.8
 
 
 def test_labels_that_small_objects_lack_are_noticed_and_do_not_make_others_suspect():

@@ -23,7 +23,7 @@ def render(folder, *, images=2, place="auto", most=100, target=None, desc="dog")
         suggestions.append(Suggestion(k, k, name, 1, item, 0.5, 0.25))
     file = SuggestionFile(tuple(suggestions), "f" * 64)
     return render_suggestions(
-        file, records, "data.jsonl", folder=folder, target=target or folder, most=most, place=place
+        file, records, folder / "data.jsonl", target=target or folder, most=most, place=place
     )
 
 
@@ -52,7 +52,7 @@ def test_an_image_that_cannot_be_read_has_a_remark(tmp_path):
     (tmp_path / "a 1?#.png").write_bytes(b"")
     records = {1: Record("a 1?#.png", 64, 48, "pixel", (), 1)}
     file = SuggestionFile((Suggestion(1, 1, "a 1?#.png", 0, LABEL, 0.5),), "0" * 64)
-    page = render_suggestions(file, records, "t", folder=tmp_path, target=tmp_path, most=9)
+    page = render_suggestions(file, records, tmp_path / "t", target=tmp_path, most=9)
     (image,) = read_index(page)["images"]
     assert image["remark"].startswith("image not shown") and "element" not in image
 

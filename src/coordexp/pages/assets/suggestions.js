@@ -1,19 +1,23 @@
 "use strict";
-// A person decides about one suggestion at a time. Decisions are kept in the browser, under the hash of the file of
+// A person decides about suggestions, and draws what is missed. This is kept in the browser, under the hash of the file of
 // suggestions, and saved as decisions.json. Text from data is inserted as text, never as markup.
 const index = read("index");
 const items = index.items.map(([id, image, desc, score, agreement, ring]) => ({ id, image, desc, score, agreement, ring }));
+const wholes = index.images.map(({ id }, image) => ({ id: `image ${id}`, image, desc: "the whole image", score: 1 }));
+const known = new Map(index.known);
 const key = `coordexp-suggestions-${index.hash}`;
-const STATES = { accept: "accepted", reject: "rejected" };
-let decisions = {};
+const STATES = { accept: "accepted", reject: "rejected", complete: "complete" };
+let decisions = {}; // by the id of a suggestion, or of a whole image
+let added = {}; // lists of objects by the id of their image
 let matching = items;
 let at = 0;
-const history = []; // pairs of a suggestion and the decision that it had before
+let [corner, box] = [null, null]; // where a box begins that is being drawn, and the one that gets a name
+const history = []; // an item, with its decision and all added objects before
 
 // The browser may refuse to keep anything, for example in a private window.
 function keep() {
   try {
-    localStorage.setItem(key, JSON.stringify(decisions));
+    localStorage.setItem(key, JSON.stringify(content()));
   } catch {
     warn("This browser does not keep decisions. Save them to a file before you close the page.");
   }
@@ -21,16 +25,30 @@ function keep() {
 
 function recall() {
   try {
-    return readDecisions(JSON.parse(localStorage.getItem(key) ?? "{}"));
-  } catch {
-    return {};
-  }
+    take(JSON.parse(localStorage.getItem(key)));
+  } catch {} // nothing that can be used
 }
 
-// Only decisions about suggestions of this page's file.
-function readDecisions(value) {
-  const known = ([id, decision]) => /^[1-9][0-9]*$/.test(id) && Number(id) <= index.total && decision in STATES;
-  return Object.fromEntries(Object.entries(value).filter(known));
+// What is saved. An image has its name and the number of its labels, by which a command sees that the data changed.
+function content() {
+  const made = Object.entries(decisions).filter(([id]) => !id.startsWith("image "));
+  const notes = index.images.map((image) => [image.id, {
+    image: image.name, labels: image.labels.length, complete: `image ${image.id}` in decisions, added: objectsOf(image),
+  }]);
+  const images = notes.filter(([, { complete, added: { length } }]) => complete || length);
+  return { format: 1, suggestions: index.hash, decisions: Object.fromEntries(made), images: Object.fromEntries(images) };
+}
+
+// Only what is about suggestions and images of this page's file. Objects replace those that are there.
+function take(value) {
+  const isNumber = (id) => /^[1-9][0-9]*$/.test(id) && Number(id) <= index.total;
+  const made = Object.entries(value.decisions).filter(([id, made]) => isNumber(id) && ["accept", "reject"].includes(made));
+  const isBox = (item) => typeof item.desc === "string" && item.bbox_2d.length === 4 && item.bbox_2d.every(Number.isFinite);
+  const seen = index.images.map(({ id }) => [id, value.images?.[id]]).filter(([, notes]) => notes);
+  Object.assign(added, Object.fromEntries(seen.map(([id, notes]) => [id, notes.added.filter(isBox)])));
+  for (const [id, notes] of seen) if (notes.complete === true) made.push([`image ${id}`, "complete"]);
+  Object.assign(decisions, Object.fromEntries(made));
+  history.length = 0;
 }
 
 function warn(text) {
@@ -41,12 +59,18 @@ function warn(text) {
 function filter() {
   const [desc, least, state] = [find("class").value, Number(find("least").value), find("filter").value];
   const current = matching[at];
-  matching = items.filter((item) => (
+  const all = find("order").value ? [...items, ...wholes].sort((one, other) => one.image - other.image) : items;
+  matching = all.filter((item) => (
     (desc === "" || item.desc === index.classes[Number(desc)])
     && item.score >= least
     && (state === "" || (decisions[item.id] ?? "undecided") === state)
   ));
   goTo(Math.max(0, matching.indexOf(current)));
+}
+
+function reorder() {
+  filter();
+  goTo(Math.max(0, matching.findIndex((item) => !(item.id in decisions))));
 }
 
 function goTo(place) {
@@ -59,18 +83,22 @@ function goTo(place) {
 }
 
 function count() {
-  const made = Object.values(decisions);
-  const accepted = made.filter((decision) => decision === "accept").length;
-  find("counts").textContent = `${made.length} of ${index.total} decided: ${accepted} accepted, `
-    + `${made.length - accepted} rejected`;
-  find("meter").style.width = `${index.total ? (100 * made.length) / index.total : 0}%`;
+  const all = Object.values(decisions);
+  const [accepted, rejected, complete] = Object.keys(STATES).map((kind) => all.filter((made) => made === kind).length);
+  const made = accepted + rejected;
+  const drawn = Object.values(added).flat().length;
+  find("counts").textContent = `${made} of ${index.total} decided: ${accepted} accepted, ${rejected} rejected`;
+  find("looked").textContent = `${drawn} added, ${complete} of ${wholes.length} images complete`;
+  find("meter").style.width = `${index.total ? (100 * made) / index.total : 0}%`;
   find("undo").disabled = history.length === 0;
-  find("save").disabled = made.length === 0;
+  find("save").disabled = made + drawn + complete === 0;
 }
 
 function show(item) {
   const image = index.images[item.image];
   const decision = decisions[item.id];
+  leave();
+  find("decide").classList.toggle("whole", !item.ring);
   find("name").textContent = item.desc;
   find("score").textContent = item.score.toFixed(3);
   for (const id of ["agreement", "agreement-name"]) find(id).hidden = item.agreement === null;
@@ -98,9 +126,10 @@ function draw(item, image) {
   stage.style.aspectRatio = `${image.width}/${image.height}`;
   stage.style.maxWidth = `calc(${getComputedStyle(stage).maxHeight} * ${image.width / image.height})`;
   const names = image.labels.map(([desc, ring]) => nameTag("label", edges(ring), image, false, desc));
-  const name = nameTag("suggested", edges(item.ring), image, true, item.desc); // below: the two may overlap
-  stage.replaceChildren(picture(item, image, [0, 0, image.width, image.height]), ...names, name);
-  find("close-up").replaceChildren(picture(item, image, surroundings(item.ring, image)));
+  const drawn = objectsOf(image).map(({ desc, bbox_2d: edges }) => nameTag("added", edges, image, true, desc));
+  const name = item.ring ? [nameTag("suggested", edges(item.ring), image, true, item.desc)] : []; // below: the two may overlap
+  stage.replaceChildren(picture(item, image, [0, 0, image.width, image.height]), ...names, ...drawn, ...name);
+  find("close-up").replaceChildren(...(item.ring ? [picture(item, image, surroundings(item.ring, image))] : []));
 }
 
 // The square around a shape that is three times as large, as far as the image goes.
@@ -123,23 +152,102 @@ function picture(item, image, view) {
     "svg", { viewBox: view.join(" ") }, ...pixels,
     ...image.labels.map(([desc, ring]) => shape("label", desc, ring)),
     ...others.map((other) => shape(kind(other), other.desc, other.ring)),
-    shape("suggested", item.desc, item.ring),
+    ...objectsOf(image).map(({ desc, bbox_2d: corners }) => shape("added", desc, ringOf(corners))),
+    ...(item.ring ? [shape("suggested", item.desc, item.ring)] : []),
   );
 }
 
+const shown = () => index.images[matching[at].image];
+const objectsOf = (image) => added[image.id] ?? [];
+const ringOf = ([left, top, right, bottom]) => [left, top, right, top, right, bottom, left, bottom];
+
+// Drawing: a press and a release on the image are corners of a box, which then gets a name.
+function begin() {
+  leave();
+  find("stage").classList.add("drawing");
+}
+
+function leave() {
+  [corner, box] = [null, null];
+  find("stage").classList.remove("drawing");
+  find("stage").querySelector(".drawn")?.remove();
+  find("desc").blur(); // at once, so that the next key is one of the page
+  find("naming").hidden = true;
+}
+
+// The place of a pointer in pixels of the image.
+function point({ clientX, clientY }) {
+  const { width, height } = shown();
+  const stage = find("stage").getBoundingClientRect();
+  const round = (share, side) => Math.round(10 * side * Math.min(1, Math.max(0, share))) / 10;
+  return [round((clientX - stage.left) / stage.width, width), round((clientY - stage.top) / stage.height, height)];
+}
+
+function press(event) {
+  if (!find("stage").classList.contains("drawing")) return;
+  event.preventDefault();
+  find("stage").setPointerCapture(event.pointerId);
+  corner = point(event);
+}
+
+function drag(event) {
+  if (!corner) return;
+  const [left, top, right, bottom] = box = edges([...corner, ...point(event)]);
+  const { width, height } = shown();
+  if (right - left < (2 * width) / 999 || bottom - top < (2 * height) / 999) box = null; // it may be flat in bins
+  find("stage").querySelector(".drawn")?.remove();
+  if (box) find("stage").firstChild.append(outline("added drawn", ringOf(box)));
+}
+
+function release(event) {
+  if (!corner) return;
+  drag(event);
+  corner = null;
+  find("naming").hidden = !box;
+  find("desc").value = "";
+  if (box) find("desc").focus();
+}
+
+function add(event) {
+  event.preventDefault();
+  const desc = find("desc").value.trim();
+  const number = known.get(desc) ?? -1; // below 0 for a class without one
+  const item = { desc, bbox_2d: box, ...(number >= 0 && Number.isSafeInteger(number) ? { category_id: number } : {}) };
+  if (box && desc) replace([...objectsOf(shown()), item]);
+}
+
+const remove = () => matching.length && objectsOf(shown()).length && replace(objectsOf(shown()).slice(0, -1));
+
+// Other objects are added to the current image.
+function replace(objects) {
+  change(matching[at], decisions[matching[at].id], { ...added, [shown().id]: objects });
+  goTo(at);
+}
+
+function complete() {
+  const open = items.filter(({ id, image }) => image === matching[at]?.image && !(id in decisions)).length;
+  warn(open ? `${open} suggestions of this image are undecided. Decide about them first.` : "");
+  if (!open) decide("complete");
+}
+
 function decide(decision) {
-  if (!matching.length) return;
   const item = matching[at];
-  history.push([item, decisions[item.id]]);
-  set(item, decision);
+  if (!item || !item.ring !== (decision === "complete")) return;
+  change(item, decision, added);
   const isOpen = (other) => !(other.id in decisions);
   const open = matching.findIndex((other, place) => place > at && isOpen(other));
   goTo([open, matching.findIndex(isOpen), at].find((place) => place >= 0));
 }
 
-function set(item, decision) {
+function change(item, ...now) {
+  history.push([item, decisions[item.id], added]);
+  set(item, ...now);
+}
+
+function set(item, decision, objects) {
   if (decision) decisions[item.id] = decision;
   else delete decisions[item.id];
+  added = objects;
   keep();
 }
 
@@ -149,6 +257,7 @@ function undo() {
   set(...last);
   if (!matching.includes(last[0])) {
     for (const [id, value] of [["class", ""], ["filter", ""], ["least", 0]]) find(id).value = value;
+    if (!last[0].ring) find("order").value = "images";
     filter();
   }
   goTo(matching.indexOf(last[0]));
@@ -156,9 +265,9 @@ function undo() {
 
 function save() {
   if (find("save").disabled) return;
-  const content = JSON.stringify({ format: 1, suggestions: index.hash, decisions }, null, 1);
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([`${content}\n`], { type: "application/json" }));
+  const text = `${JSON.stringify(content(), null, 1)}\n`;
+  link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
   link.download = "decisions.json";
   link.click();
   URL.revokeObjectURL(link.href);
@@ -169,9 +278,9 @@ async function loadFile(event) {
   event.target.value = "";
   if (!file) return;
   try {
-    const content = JSON.parse(await file.text());
-    if (content.suggestions !== index.hash) throw new Error("it has decisions about other suggestions");
-    Object.assign(decisions, readDecisions(content.decisions));
+    const value = JSON.parse(await file.text());
+    if (value.suggestions !== index.hash) throw new Error("it has decisions about other suggestions");
+    take(value);
     warn("");
     keep();
     filter();
@@ -187,6 +296,11 @@ const KEYS = {
   n: () => decide("reject"),
   u: undo,
   s: save,
+  d: begin,
+  Delete: remove,
+  Escape: leave,
+  c: complete,
+  i: () => { find("order").selectedIndex ^= 1; reorder(); },
   l: () => find("decide").classList.toggle("bare"),
   ArrowLeft: () => goTo(at - 1),
   ArrowRight: () => goTo(at + 1),
@@ -194,18 +308,24 @@ const KEYS = {
 };
 
 document.addEventListener("keydown", (event) => {
-  const isTyping = ["SELECT", "INPUT"].includes(event.target.tagName);
+  const isTyping = ["SELECT", "INPUT"].includes(event.target.tagName) && event.key !== "Escape";
   if (isTyping || event.altKey || event.ctrlKey || event.metaKey || find("keys").open || !(event.key in KEYS)) return;
   event.preventDefault();
   KEYS[event.key]();
 });
 for (const [id, action] of Object.entries({
   accept: KEYS.a, reject: KEYS.r, undo, save, back: KEYS.ArrowLeft, on: KEYS.ArrowRight, help: KEYS["?"],
+  draw: begin, complete, cancel: leave,
 })) find(id).addEventListener("click", action);
+for (const [type, action] of Object.entries({ pointerdown: press, pointermove: drag, pointerup: release, pointercancel: leave })) {
+  find("stage").addEventListener(type, action);
+}
+find("naming").addEventListener("submit", add);
+find("known").append(...[...known.keys()].map((value) => element("option", "", { value })));
+find("order").addEventListener("change", reorder);
 for (const id of ["class", "filter"]) find(id).addEventListener("change", filter);
 find("least").addEventListener("input", filter);
 find("load").addEventListener("change", loadFile);
-decisions = recall();
-filter();
-goTo(Math.max(0, matching.findIndex((item) => !(item.id in decisions))));
+recall();
+reorder();
 performance.mark("ready");
