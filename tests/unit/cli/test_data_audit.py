@@ -164,7 +164,9 @@ def both(option, paths):
 
 def test_two_models_are_compared_and_the_better_one_is_named(folder):
     complete, thin = folder / "scenes/val.jsonl", folder / "scenes/thin.jsonl"
-    true, printed = compare(folder, complete, [preds_on_all(folder, name) for name in "ab"])
+    page = folder / "changes.html"
+    true, printed = compare(folder, complete, [preds_on_all(folder, name) for name in "ab"], "--page", page)
+    assert "Images that changed most" in page.read_text()
     assert true["differences"]["f1_50"]["image_interval"][0] > 0 and "use B" in printed
     judged = both("--judged", [folder / name for name in "ab"])
     report, printed = compare(folder, thin, [folder / name / "preds.json" for name in "ab"], *judged)
@@ -189,7 +191,7 @@ def test_judgements_that_are_missing_are_reported_before_anything_is_read(folder
     assert result.exit_code == 1 and "suggestions.jsonl" in result.output and "none.json" not in result.output
 
 
-@pytest.mark.parametrize("options", [["--judged", "a"], ["--page", "a/page.html"], ["--preds", "a/preds.json"]])
+@pytest.mark.parametrize("options", [["--judged", "a"], ["--preds", "a/preds.json"]])
 def test_what_does_not_fit_two_predictions_is_refused(folder, options):
     option, path = options
     preds = both("--preds", [folder / "a/preds.json", folder / "b/preds.json"])
