@@ -105,6 +105,7 @@ def test_the_interval_of_paired_seeds_holds_images_and_seeds():
     assert 0.03 < one < 0.08 and agreeing < one < differing
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_difference_of_two_arms_of_the_same_quality():
     chooser, covered = np.random.default_rng(2), 0
     for _ in range(200):
