@@ -4,7 +4,8 @@
     python tests/changed.py main      the same, for everything since the branch left `main`
 
 A test is concerned if it imports a changed module, or a module that imports one. With more steps between them,
-most tests would be. A change of another file counts as one of the files that name it.
+most tests would be. To import `tests/command.py` is to import the command. A change of another file counts as one
+of the files that name it.
 """
 
 import ast
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STEPS = 2
 FAST = ("tests/unit", "tests/property")
+COMMAND = "tests/command.py"
 
 
 def main() -> None:
@@ -45,8 +47,13 @@ def concerned(files: Iterable[str]) -> set[str]:
             reached |= {source for source in _sources() if named.search((ROOT / source).read_text())}
     for _ in range(STEPS):
         selected |= reached & tests
-        reached = {name for name, imports in _imports().items() if imports & reached}
+        reached = _importers(reached)
+        reached |= _importers({COMMAND}) if COMMAND in reached else set()
     return selected | reached & tests
+
+
+def _importers(modules: set[str]) -> set[str]:
+    return {name for name, imports in _imports().items() if imports & modules}
 
 
 @cache

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.evaluate import evaluate
 from coordexp.pages.document import save_page
 from coordexp.pages.evaluation import render_evaluation
 from coordexp.pages.predictions import render_predictions
 from tests.browser.conftest import Open
+from tests.command import run
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,8 +35,7 @@ class RecordsPage:
             rows.append(json.dumps(size | {"objects": objects}) if k < 29 else "{")
         file = self.folder / "data.jsonl"
         file.write_text("\n".join(rows))
-        result = CliRunner().invoke(app, ["data", "view", str(file), "--out", str(path)])
-        assert result.exit_code == 0, result.output
+        run("data", "view", file, "--out", path)
         return path
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from tests.browser.conftest import Open
+from tests.command import run
 from tests.unit.pages.run_folders import evaluation_line, lines, settings, write_run
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,9 +22,7 @@ class RunReportPage:
     runs: tuple[Path, ...]
 
     def save(self, path: Path) -> Path:
-        arguments = ["report", *map(str, self.runs), "--out", str(path), "--at", "none"]
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
+        run("report", *self.runs, "--out", path, "--at", "none")
         return path
 
 

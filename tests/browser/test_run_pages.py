@@ -1,16 +1,16 @@
 """Pages made from run folders: from a dumped example to what a reader points at, and a running run."""
 
 import json
-import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
 
-from coordexp.pages.live import listen
 from tests.browser.conftest import Open
 from tests.browser.rollouts import RunInspectorPage
 from tests.unit.pages.run_folders import write_dumped_run
+from tests.unit.pages.test_live import serving
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,12 +31,8 @@ def test_each_coordinate_of_a_dumped_answer_highlights_its_shape(open_page: Open
 
 def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path: Path) -> None:
     folder = write_dumped_run(tmp_path / "run", steps=(0,))
-    server = listen(folder, 200, 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    page = browser.new_page()
-    try:
-        page.goto(f"http://127.0.0.1:{server.server_port}/#1.0.1")
+    with serving(folder) as url, closing(browser.new_page()) as page:
+        page.goto(f"{url}/#1.0.1")
         expect(page.locator("#where")).to_have_text("2 of 3")
         write_dumped_run(folder, steps=(1,))
         page.locator("#news").click(timeout=20_000)
@@ -46,8 +42,3 @@ def test_a_served_page_offers_what_was_written_later(browser: Browser, tmp_path:
         expect(page.locator("h1")).to_have_text("run")
         page.get_by_role("link", name=str(folder), exact=True).click()
         expect(page.locator("#where")).to_have_text("1 of 6")
-    finally:
-        page.close()
-        server.shutdown()
-        server.server_close()
-        thread.join(5)

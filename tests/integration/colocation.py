@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -107,6 +108,20 @@ class Colocation:
         self.version = self.version + 1 if version is None else version
         self.backend.sync(self.weights, self.version)
         self.learner.sync(self.weights, self.version)
+
+    def sync_and_compare(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
+        """Send the weights, and check that the engine answers as the learner does. Return the answers."""
+        with self.backend.session():
+            self.sync()
+            answers = self.backend.generate(requests)
+        own = self.learner.generate(requests)
+        assert ids(answers) == ids(own)
+        for answer, expected in zip(answers, own, strict=True):
+            assert answer.prompt_ids == expected.prompt_ids
+            assert answer.finish_reason == expected.finish_reason
+            assert answer.version == expected.version == self.version
+            assert answer.logprobs == pytest.approx(expected.logprobs, abs=2e-3)
+        return ids(own)
 
     def requests(self, tokens: int) -> list[Request]:
         return [Request(image, Decode.greedy(tokens)) for image in self.images]

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import stores
 from coordexp.data.image_cache import ImageCache
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from tests.command import run
 from tests.http_store import http_store
 from tests.integration.stage1_runs import config, make_parts, train
 from tests.integration.stage2_runs import metrics, started, training, weights
@@ -86,14 +85,14 @@ def on_files(parts):
 
 
 def test_a_run_on_tars_equals_one_on_files_also_when_it_is_resumed(parts, on_files):
-    for run in train_in_two_parts(parts, "tars", "-tar"):
-        check_equal(run, on_files)
+    for trained in train_in_two_parts(parts, "tars", "-tar"):
+        check_equal(trained, on_files)
 
 
 def test_a_run_on_a_store_equals_one_on_files_also_when_it_is_resumed(parts, store, on_files):
     store.fault = lambda path, number: (503, "cut", None, None)[number % 4]
-    for run in train_in_two_parts(parts, "http", "-http"):
-        check_equal(run, on_files)
+    for trained in train_in_two_parts(parts, "http", "-http"):
+        check_equal(trained, on_files)
     assert len({request for request in store.requests if "train" in request}) > 20
 
 
@@ -167,26 +166,24 @@ def test_a_run_ends_with_the_reason_if_its_store_refuses(parts, store):
 def test_predictions_wait_for_no_answer_of_a_store_in_vain_and_go_on_where_they_ended(parts, store, tmp_path):
     """No image is called unreadable because of its store."""
 
-    def predict(data: str, *more: str) -> tuple[int, str, list[dict]]:
+    def predict(data: str, *more: str, code: int = 0) -> tuple[str, list[dict]]:
         files = {
             "--model": parts / "model",
             "--data": parts / f"data/val{data}.jsonl",
             "--out": tmp_path / "p.json",
         }
-        words = [str(word) for option in files.items() for word in option]
-        result = CliRunner().invoke(app, ["predict", *words, "--max-new-tokens", "16", "--batch", "2", *more])
+        words = [word for option in files.items() for word in option]
+        result = run("predict", *words, "--max-new-tokens", 16, "--batch", 2, *more, code=code)
         answers = tmp_path / "p.answers.jsonl"
         lines = answers.read_text().splitlines() if answers.is_file() else []
-        return result.exit_code, result.output, [json.loads(line) | {"image": ""} for line in lines]
+        return result.output, [json.loads(line) | {"image": ""} for line in lines]
 
-    code, output, expected = predict("")
-    assert code == 0, output
+    _, expected = predict("")
     for file in tmp_path.glob("p.*"):
         file.unlink()
     store.fault = lambda path, number: 403 if number > 4 else None
-    code, output, _ = predict("-http")
-    assert code == 1 and "the store refuses it" in output
+    assert "the store refuses it" in predict("-http", code=1)[0]
     assert "image_unreadable" not in "".join(file.read_text() for file in tmp_path.glob("p.*"))
     store.fault = lambda path, number: None
-    code, output, answers = predict("-http", "--resume")
-    assert code == 0 and answers == expected, output
+    output, answers = predict("-http", "--resume")
+    assert answers == expected, output

@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app
+from tests.command import run
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import (
     ROOT,
@@ -84,8 +83,7 @@ def test_without_a_mode_the_engine_runs_with_the_learner(colocated):
 
 @pytest.mark.scenario("R07.S7", on="engine")
 def test_answers_of_an_engine_are_parsed_strictly_and_give_the_same_result_when_corrected_again(colocated):
-    done = CliRunner().invoke(app, ["replay", str(colocated / "dumps")])
-    assert done.exit_code == 0, done.output
+    done = run("replay", colocated / "dumps")
     assert replayed_steps(done.output) >= 4
 
 

@@ -20,15 +20,14 @@ import httpx
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 from coordexp import Detections, Detector
-from coordexp.cli import app
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.doctor import free_ports
 from coordexp.errors import DataError, EngineError
 from coordexp.families import load_model
 from tests import zygote
+from tests.command import run
 from tests.integration.stage2_runs import Started, started
 
 ROOT = Path(__file__).parents[2]
@@ -124,15 +123,11 @@ def test_a_model_that_was_not_trained_to_be_asked_for_classes_gives_a_warning_on
     assert len(shown) == 1 and shown[0].filename == __file__
 
 
-def predict(*words: Any) -> Any:
-    return CliRunner().invoke(app, ["predict", "--model", str(MODEL), "--max-new-tokens", "200", *map(str, words)])
-
-
 def test_predict_on_images_writes_what_the_detector_finds_with_pictures_and_a_page(detector, photos, tmp_path):
     out = tmp_path / "preds.json"
     more = ["--draw", tmp_path / "drawn", "--page", tmp_path / "page.html"]
-    result = predict("--images", photos / "5.png", photos, "--out", out, *more)
-    assert result.exit_code == 0, result.output
+    predict = ["predict", "--model", MODEL, "--max-new-tokens", 200, "--out", out]
+    result = run(*predict, "--images", photos / "5.png", photos, *more)
     assert f"skipped {photos / 'notes.txt'}: its name does not end in" in result.output
     assert f"skipped {photos / 'broken.png'}: not a" in result.output
     files = [photos / "5.png", *(path for path in images_of(photos) if path.name != "5.png")]
@@ -154,10 +149,8 @@ def test_predict_on_images_writes_what_the_detector_finds_with_pictures_and_a_pa
     page = (tmp_path / "page.html").read_text()
     assert f"all {len(files)} images, {len(written)} objects" in page
 
-    labelled = predict("--data", photos.parent / "s/val.jsonl", "--out", out)
-    assert (
-        labelled.exit_code == 1 and "preds.images.json has the numbers of earlier predictions" in labelled.output
-    )
+    labelled = run(*predict, "--data", photos.parent / "s/val.jsonl", code=1)
+    assert "preds.images.json has the numbers of earlier predictions" in labelled.output
 
 
 def make_adapter(folder: Path) -> Path:
@@ -294,8 +287,7 @@ def test_the_server_samples_as_the_engine_would_and_refuses_a_wrong_key_and_anot
     environment = {"COORDEXP_API_KEY": KEY}
     for name in ("a", "b"):
         words[words.index("--out") + 1] = tmp_path / f"{name}.json"
-        result = CliRunner().invoke(app, list(map(str, words)), env=environment)
-        assert result.exit_code == 0, result.output
+        run(*words, env=environment)
     first, second = ((tmp_path / f"{name}.samples.jsonl").read_text() for name in ("a", "b"))
     assert first == second and len({json.loads(line)["text"] for line in first.splitlines()}) == 2
 

@@ -19,6 +19,7 @@ from coordexp.rollout.prompt import PromptBuilder, open_image
 from coordexp.servers import SWIFT_REPEAT_GUARD
 from tests.engines import drawing, start_vllm, stop_vllm
 from tests.fake_swift import FakeSwiftRollout
+from tests.unit.rollout.test_guard import guard
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -31,11 +32,6 @@ RULES = {
     "token, late": {"max_consecutive_token_repeats": 2, "min_new_tokens": 25},
 }
 OFF = RepeatTerminate()
-
-
-def guard(**changes: int) -> RepeatTerminate:
-    wide = {"min_new_tokens": 0, "max_consecutive_token_repeats": 1000, "ngram_size": 1000}
-    return RepeatTerminate(enabled=True, **(wide | changes))
 
 
 Answers = list[tuple[tuple[int, ...], FinishReason]]

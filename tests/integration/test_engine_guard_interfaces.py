@@ -10,28 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import (
-    BatchUpdate,
-    _load_custom_logitsprocs,
-    _load_logitsprocs_by_fqcns,
-)
+from vllm.v1.sample.logits_processor import BatchUpdate, _load_custom_logitsprocs, _load_logitsprocs_by_fqcns
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
-from vllm.v1.worker.gpu.sample.logits_processor.loader import (
-    _load_v2_logitsprocs_by_fqcns,
-)
+from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs_by_fqcns
 
 from coordexp.config.rollout import RepeatTerminate
 from coordexp.rollout.guard import ENGINE_GUARD, count_keys, guard_arguments, loop_in
 from coordexp.rollout.repeat_guard import RepeatGuard
+from tests.unit.rollout.test_guard import guard
 
 VOCABULARY, STOP = 12, 11
 CONFIG = SimpleNamespace(additional_config={})  # the part of vLLM's config that the guard reads
-
-
-def guard(**changes) -> RepeatTerminate:
-    """Return a guard whose rules are all out of reach, except for the changes."""
-    wide = {"min_new_tokens": 0, "max_consecutive_token_repeats": 1000, "ngram_size": 1000}
-    return RepeatTerminate(enabled=True, **(wide | changes))
 
 
 THRICE = guard(max_consecutive_token_repeats=3)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from PIL import Image
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from tests import zygote
+from tests.command import run
 from tests.integration.stage2_runs import MODEL, ROOT, config, draw, steps
 from tests.source import SOURCE
 
@@ -136,10 +135,9 @@ def test_a_model_family_of_another_package_answers_as_the_one_that_it_is_made_fr
     (folder / "model/config.json").write_text(json.dumps(settings | {"model_type": "my_vl"}))
     draw(folder / "scenes")
     words = ["predict", "--data", str(folder / "scenes/data/val.jsonl"), "--max-new-tokens", "48"]
-    run = coordexp(folder, *words, "--model", "model", "--out", "added.json")
-    assert run.returncode == 0, run.stderr
-    own = CliRunner().invoke(app, [*words, "--model", str(MODEL), "--out", str(folder / "own.json")])
-    assert own.exit_code == 0, own.output
+    done = coordexp(folder, *words, "--model", "model", "--out", "added.json")
+    assert done.returncode == 0, done.stderr
+    run(*words, "--model", MODEL, "--out", folder / "own.json")
     added, expected = (json.loads((folder / f"{name}.json").read_text()) for name in ("added", "own"))
     assert added == expected and expected
 

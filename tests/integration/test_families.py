@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.config import World, load_settings
 from coordexp.config.settings import Adapter
 from coordexp.demo.model import Size, make_model
@@ -15,6 +13,7 @@ from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.families import FAMILIES, load_model
 from coordexp.train.learner import learner_weights, with_adapter
 from coordexp.train.run import prepare
+from tests.command import run
 from tests.integration.answers import whole_model
 from tests.integration.stage1_runs import config
 from tests.rows import Tiny
@@ -39,12 +38,6 @@ def parts(family, tmp_path_factory) -> Path:
     return folder
 
 
-def run_command(*words: str) -> str:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def assert_equal_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float = 0):
     assert actual.keys() == expected.keys()
     for name, weight in expected.items():
@@ -54,7 +47,7 @@ def assert_equal_weights(actual: dict[str, torch.Tensor], expected: dict[str, to
 
 def test_coordinate_tokens_are_added_to_a_checkpoint_and_its_logits_stay(family, tmp_path):
     make_model(tmp_path / "plain", "small", family=family, size=TINY, coords=False, tied=False)
-    run_command("model", "add-coords", "--model", str(tmp_path / "plain"), "--out", str(tmp_path / "coords"))
+    run("model", "add-coords", "--model", tmp_path / "plain", "--out", tmp_path / "coords")
     plain, expanded = (load_model(tmp_path / name, dtype=torch.float32) for name in ("plain", "coords"))
     text = torch.arange(40, 80)[None]
     with torch.no_grad():
@@ -107,7 +100,7 @@ def test_an_adapter_is_trained_and_merged_into_a_checkpoint_that_answers_as_the_
     prepared = prepare(load_settings(file, World(1)))
     prepared.run()
     merged = parts / "merged"
-    run_command("model", "merge", "--adapter", str(parts / "adapter/checkpoint-2"), "--out", str(merged))
+    run("model", "merge", "--adapter", parts / "adapter/checkpoint-2", "--out", merged)
     saved, base = load_file(merged / "model.safetensors"), load_file(parts / "model/model.safetensors")
     assert saved.keys() == base.keys()
     assert_equal_weights(saved, dict(learner_weights(prepared.trainer.model)), within=1e-6)

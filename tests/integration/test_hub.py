@@ -7,14 +7,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.errors import UserError
 from coordexp.files import find_model, is_hub_name
 from tests import zygote
+from tests.command import run
 from tests.source import SOURCE
 
 pytestmark = pytest.mark.timeout(600)
@@ -68,15 +67,10 @@ def test_a_folder_comes_before_a_name_and_a_missing_path_is_not_looked_up(tmp_pa
     assert is_hub_name("Qwen/Qwen3-VL-4B-Instruct")
 
 
-def call(*words: str) -> None:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-
-
 def test_a_cached_model_gets_coordinate_tokens_trains_and_answers(home, offline, tmp_path, monkeypatch):
     """All commands get the name, and none needs the network."""
     monkeypatch.chdir(tmp_path)
-    call("model", "add-coords", "--model", "Tiny/plain", "--out", "coords")
+    run("model", "add-coords", "--model", "Tiny/plain", "--out", "coords")
     assert not any(path.is_symlink() for path in (tmp_path / "coords").iterdir())
     cache_model(home, "Tiny/coords", tmp_path / "coords")
     write_scenes(tmp_path / "data", SceneSettings(objects=(1, 2)), train=8, val=2, seed=1)
@@ -93,7 +87,7 @@ def test_a_cached_model_gets_coordinate_tokens_trains_and_answers(home, offline,
     path = yaml.safe_load((tmp_path / "run/resolved.yaml").read_text())["model"]["path"]
     assert path == str(home / "hub/models--Tiny--coords/snapshots" / COMMIT)
     words = ("predict", "--model", "Tiny/coords", "--data", "data/val.jsonl", "--out", "p.json")
-    call(*words, "--max-new-tokens", "4")
+    run(*words, "--max-new-tokens", "4")
     assert isinstance(json.loads((tmp_path / "p.json").read_text()), list)
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from coordexp.answers.formats import load_format
-from coordexp.cli import app
 from coordexp.config import RolloutMatching, load_settings
 from coordexp.data import Questions, RecordFile, read_records
 from coordexp.demo.model import Size, make_model
@@ -17,6 +15,7 @@ from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.lengths import ExampleCounter
 from coordexp.rollout.prompt import PromptBuilder, load_processor
 from coordexp.train.encode import TrainingSet
+from tests.command import run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -69,17 +68,14 @@ def test_counted_lengths_are_those_of_training(folder, custom):
 
 def test_the_doctor_compares_examples_with_the_length_of_the_config(folder):
     file, config = folder / "data/mixed.jsonl", write_config(folder)
-    words = ["data", "doctor", str(file), "--config", str(config), "--json"]
-    examples = json.loads(CliRunner().invoke(app, words).stdout)["details"]["example_tokens"]
+    words = ["data", "doctor", file, "--config", config, "--json"]
+    examples = json.loads(run(*words).stdout)["details"]["example_tokens"]
     assert examples["records"] == len(RecordFile(file))
     limit = examples["longest"] - 1
-    result = CliRunner().invoke(app, [*words[:-1], "--set", f"global_max_length={limit}"])
-    assert result.exit_code == 1
+    result = run(*words[:-1], "--set", f"global_max_length={limit}", code=1)
     assert "too-long" in result.output and f"; at most {limit:,} are allowed" in result.output
     assert f"longest {limit + 1:,}; global_max_length is {limit:,}" in result.output
 
 
 def test_an_option_without_effect_is_refused(folder):
-    words = ["data", "doctor", str(folder / "data/mixed.jsonl"), "--set", "a=1"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1 and "has no effect" in result.output
+    assert "has no effect" in run("data", "doctor", folder / "data/mixed.jsonl", "--set", "a=1", code=1).output

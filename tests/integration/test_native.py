@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from coordexp.answers.formats import NativeAnswers
 from coordexp.answers.table import VocabularyError, VocabularyTable
-from coordexp.cli import app
 from coordexp.data import RecordFile
 from coordexp.demo.model import Size, make_model
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from tests.command import run
 from tests.integration.stage2_runs import finish
 
 ROOT = Path(__file__).parents[2]
@@ -68,10 +67,6 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def call(*arguments: str):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def trained(parts):
     """Return the checkpoint of a run that learned two scenes by heart."""
@@ -85,14 +80,12 @@ def test_a_trained_model_is_asked_and_evaluated_without_an_option(parts, trained
     with pytest.raises(VocabularyError, match="coordinate tokens are missing"):
         VocabularyTable.from_folder(trained)
     data, preds = parts / "few/val.jsonl", parts / "preds.json"
-    asked = call("predict", "--model", trained, "--data", data, "--out", preds, "--max-new-tokens", 120)
-    assert asked.exit_code == 0, asked.output
+    run("predict", "--model", trained, "--data", data, "--out", preds, "--max-new-tokens", 120)
     lines = [json.loads(line) for line in (parts / "preds.answers.jsonl").read_text().splitlines()]
     assert all(line["text"].startswith("```json\n[\n\t{") and line["text"].endswith("\n]\n```") for line in lines)
     assert {line["answer_format"] for line in lines} == {"native"}
     report = parts / "report.json"
-    shown = call("evaluate", "--data", data, "--preds", preds, "--out", report)
-    assert shown.exit_code == 0, shown.output
+    run("evaluate", "--data", data, "--preds", preds, "--out", report)
     evaluated = [line["eval_f1_50"] for line in metrics(parts / "learned") if "eval_f1_50" in line]
     assert len(evaluated) == 2
     assert evaluated[-1] == 1.0, lines

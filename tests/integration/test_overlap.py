@@ -8,15 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.servers import Fleet
-from tests.integration.stage2_runs import DRAWN, started, steps, training
-from tests.integration.test_server_faults import (
-    KILL,
-    Learning,
-    check_same,
-    learning,
-    proxied,
-    through,
-)
+from tests.integration.stage2_runs import DRAWN, check_steps, started, steps, training
+from tests.integration.test_server_faults import KILL, Learning, learning, proxied, through
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 STEPS = 8
@@ -58,4 +51,4 @@ def test_a_learner_that_is_stopped_and_killed_with_rollouts_in_flight_goes_on_as
             learner.wait_for_end(-KILL)
         with learning(file, "--resume") as learner:
             assert "checkpoint-6" in learner.wait_for_end(0, 240)
-            check_same(learner.steps, undisturbed.steps)
+            check_steps(learner.steps, undisturbed.steps)

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from transformers import AutoProcessor
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import DataError
 from coordexp.demo.scenes import SceneSettings, write_scenes
 from coordexp.rollout.prompt import PromptBuilder
+from tests.command import run
 from tests.integration.leavings import leavings
 from tests.integration.stage2_runs import finish, started
 
@@ -55,8 +54,7 @@ def eight_scenes(tmp_path):
 
 
 def test_the_answer_to_an_image_that_is_unreadable_or_of_an_impossible_size_says_so(lively_model, eight_scenes):
-    whole = CliRunner().invoke(app, command(lively_model, eight_scenes))
-    assert whole.exit_code == 0, whole.output
+    run(*command(lively_model, eight_scenes))
     undisturbed = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
 
     broken = sorted((eight_scenes / "s/images/val").iterdir())[2]
@@ -65,21 +63,19 @@ def test_the_answer_to_an_image_that_is_unreadable_or_of_an_impossible_size_says
     *others, last = file.read_text().splitlines()
     odd = json.loads(last) | {"width": 3000, "height": 10, "objects": []}
     file.write_text("\n".join([*others, json.dumps(odd)]) + "\n")
-    result = CliRunner().invoke(app, command(lively_model, eight_scenes))
-    assert result.exit_code == 0, result.output
+    result = run(*command(lively_model, eight_scenes))
     assert f"{broken}: " in result.output and "2 of 8 images" in result.output
     lines = (eight_scenes / "preds.answers.jsonl").read_text().splitlines()
     reasons = [json.loads(line)["finish_reason"] for line in lines]
     assert [k for k, reason in enumerate(reasons) if reason == "image_unreadable"] == [2, 7]
     assert all(line == undisturbed[k] for k, line in enumerate(lines) if k not in (2, 7))
-    files = ["--data", str(file), "--preds", str(eight_scenes / "preds.json")]
-    result = CliRunner().invoke(app, ["evaluate", *files])
-    assert result.exit_code == 0 and "2 images could not be read" in result.output, result.output
+    result = run("evaluate", "--data", file, "--preds", eight_scenes / "preds.json")
+    assert "2 images could not be read" in result.output
 
     for image in (eight_scenes / "s/images/val").iterdir():
         image.unlink()
-    result = CliRunner().invoke(app, command(lively_model, eight_scenes))
-    assert result.exit_code == 1 and "8 of 8 images" in result.output
+    result = run(*command(lively_model, eight_scenes), code=1)
+    assert "8 of 8 images" in result.output
 
 
 @pytest.mark.cold
@@ -93,8 +89,7 @@ def test_an_engine_of_vllm_makes_the_predictions_of_transformers_and_ends_with_t
         answers = read_lines(eight_scenes / "preds.answers.jsonl")
         return [answer["text"] for answer in answers], len(json.loads((eight_scenes / "preds.json").read_text()))
 
-    own = CliRunner().invoke(app, command(lively_model, eight_scenes))
-    assert own.exit_code == 0, own.output
+    run(*command(lively_model, eight_scenes))
     expected = predicted()
     with leavings() as places:
         words = ["-m", "coordexp", *command(lively_model, eight_scenes, "--backend", "vllm")]
@@ -125,8 +120,8 @@ def scene_options(folder, name, *more):
     return ["predict", "--model", str(TRAINED_MODEL), *files, "--max-new-tokens", "120", "--batch", "2", *more]
 
 
-def predict_scenes(folder, name, *more):
-    return CliRunner().invoke(app, scene_options(folder, name, *more))
+def predict_scenes(folder, name, *more, code=0):
+    return run(*scene_options(folder, name, *more), code=code)
 
 
 def read_lines(file):
@@ -143,14 +138,12 @@ def scenes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenes")
     write_scenes(folder / "s", SceneSettings(), train=1, val=4, seed=3)
     whole = predict_scenes(folder, "preds.json", *ALL_OPTIONS)
-    assert whole.exit_code == 0, whole.output
     (folder / "shown").write_text(whole.output)
     return folder
 
 
 def test_all_options_work_together(scenes):
-    plain = predict_scenes(scenes, "plain.json")
-    assert plain.exit_code == 0, plain.output
+    predict_scenes(scenes, "plain.json")
     # The bias makes answers longer, and what is then written twice is dropped but stays visible.
     answers = read_lines(scenes / "preds.answers.jsonl")
     pairs = zip(read_lines(scenes / "plain.answers.jsonl"), answers, strict=True)
@@ -166,12 +159,10 @@ def test_all_options_work_together(scenes):
         (i, k) for i in (1, 2, 3, 4) for k in (1, 2)
     ]
     assert all(first["text"] != second["text"] for first, second in zip(samples[::2], samples[1::2], strict=True))
-    files = ["--data", str(scenes / "s/val.jsonl"), "--preds", str(scenes / "preds.json")]
-    result = CliRunner().invoke(app, ["evaluate", *files])
-    assert result.exit_code == 0, result.output
+    result = run("evaluate", "--data", scenes / "s/val.jsonl", "--preds", scenes / "preds.json")
     assert f"dropped {dropped} objects as duplicates" in result.output
-    stale = predict_scenes(scenes, "preds.json")
-    assert stale.exit_code == 1 and "preds.samples.jsonl has samples of earlier predictions" in stale.output
+    stale = predict_scenes(scenes, "preds.json", code=1)
+    assert "preds.samples.jsonl has samples of earlier predictions" in stale.output
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
@@ -187,12 +178,11 @@ def test_predictions_that_were_killed_or_interrupted_are_resumed(scenes, number,
         assert code < 0 or "interrupted after 2 of 4 images" in run.shown
         assert "Loading weights" not in run.shown  # the progress bars of transformers do not belong into a log
     assert not (scenes / f"{name}.json").exists()
-    fewer = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume", "--limit", "1")
-    assert fewer.exit_code == 1 and "--limit asks for 1" in fewer.output
+    fewer = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume", "--limit", "1", code=1)
+    assert "--limit asks for 1" in fewer.output
     resumed = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume")
-    assert resumed.exit_code == 0, resumed.output
     assert "2 of 4 images have been answered already" in resumed.output
     assert read_all(scenes, name) == read_all(scenes, "preds") and not unfinished.exists()
     again = predict_scenes(scenes, f"{name}.json", *ALL_OPTIONS, "--resume", "--limit", "2")
-    assert again.exit_code == 0 and f"{name}.json is complete: nothing to do" in again.output
+    assert f"{name}.json is complete: nothing to do" in again.output
     assert read_all(scenes, name) == read_all(scenes, "preds")

@@ -8,10 +8,9 @@ import time
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.demo.scenes import SceneSettings, write_scenes
+from tests.command import run
 from tests.integration.stage2_runs import MODEL, ROOT
 from tests.source import SOURCE
 
@@ -26,18 +25,9 @@ def test_a_local_ray_of_which_an_actor_is_killed_makes_the_predictions_of_one_pr
     pins = ["-c", str(ROOT / "constraints.txt"), "ray[data]==2.60.*"]
     subprocess.run([*install, *pins], check=True, timeout=300)
     write_scenes(tmp_path / "s", SceneSettings(objects=(1, 2)), train=1, val=24, seed=4)
-    options = [
-        "--model",
-        str(MODEL),
-        "--data",
-        str(tmp_path / "s/val.jsonl"),
-        "--max-new-tokens",
-        "60",
-        "--batch",
-        "2",
-    ]
-    whole = CliRunner().invoke(app, ["predict", *options, "--out", str(tmp_path / "whole.json")])
-    assert whole.exit_code == 0, whole.output
+    options = ["--model", str(MODEL), "--data", str(tmp_path / "s/val.jsonl")]
+    options += ["--max-new-tokens", "60", "--batch", "2"]
+    run("predict", *options, "--out", tmp_path / "whole.json")
 
     folder, log = tmp_path / "shards", tmp_path / "log"
     words = ["examples/ray/predict.py", *options, "--out", str(folder), "--shards", "12", "--actors", "2"]
@@ -45,18 +35,19 @@ def test_a_local_ray_of_which_an_actor_is_killed_makes_the_predictions_of_one_pr
     killed = None
     with log.open("wb") as file:
         env = os.environ | LOCAL_RAY | {"PYTHONPATH": path}
-        run = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=file, stderr=file)
+        predicting = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=file, stderr=file)
         deadline = time.monotonic() + 600
-        while run.poll() is None and time.monotonic() < deadline:
+        while predicting.poll() is None and time.monotonic() < deadline:
             if killed is None and len(list(folder.glob("*.json"))) >= 3:
-                actors = [child for child in psutil.Process(run.pid).children(recursive=True) if is_actor(child)]
+                actors = [
+                    child for child in psutil.Process(predicting.pid).children(recursive=True) if is_actor(child)
+                ]
                 killed = actors[0].pid
                 actors[0].kill()
             time.sleep(0.02)
-        run.kill()
-    assert run.wait(30) == 0 and killed, log.read_text()[-5000:]
-    merged = CliRunner().invoke(app, ["shards", "merge", str(folder), "--out", str(tmp_path / "merged.json")])
-    assert merged.exit_code == 0, merged.output
+        predicting.kill()
+    assert predicting.wait(30) == 0 and killed, log.read_text()[-5000:]
+    run("shards", "merge", folder, "--out", tmp_path / "merged.json")
     for suffix in (".json", ".answers.jsonl"):
         assert (tmp_path / "merged").with_suffix(suffix).read_bytes() == (
             (tmp_path / "whole").with_suffix(suffix).read_bytes()

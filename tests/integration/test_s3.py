@@ -18,13 +18,14 @@ import httpx
 import pytest
 
 from coordexp.data import RecordFile, pack, stores
+from tests.command import run
 from tests.integration.stage1_runs import make_parts, train
 from tests.integration.stage2_runs import ROOT, finish, started, training
 from tests.integration.test_addresses import SETS, check_equal, run_config
 from tests.source import SOURCE
 from tests.unit.data.addressed import pack_tar, rewrite
 from tests.unit.data.packed import draw, write_webdataset
-from tests.unit.data.test_import_packed import LISTS, import_packed, load, run, run_well
+from tests.unit.data.test_import_packed import LISTS, import_packed, load
 from tests.unit.data.test_pack import by_id, write_set
 
 PACKAGES = os.environ.get("COORDEXP_TESTS_S3", "")
@@ -115,7 +116,7 @@ def test_datasets_reads_exported_parquet_and_an_import_brings_the_same_records_b
     monkeypatch.setattr(pack, "PER_SHARD", 10)
     monkeypatch.setattr(pack, "ROWS", 4)
     file = write_set(tmp_path)
-    run_well("data", "export", "parquet", file, "--out", tmp_path / "hf")
+    run("data", "export", "parquet", file, "--out", tmp_path / "hf")
     import datasets
 
     files = str(tmp_path / "hf/*.parquet")
@@ -125,8 +126,7 @@ def test_datasets_reads_exported_parquet_and_an_import_brings_the_same_records_b
     objects = rows[8]["objects"]
     assert objects["category"] == ["cat", "red cup"] and objects["category_id"] == [None, None]
     assert objects["bbox"][0] == pytest.approx([1, 2, 31, 38]) and objects["segmentation"][0] == []
-    refused = run("shards", "merge", tmp_path / "hf", "--out", tmp_path / "hf.jsonl")
-    assert refused.exit_code == 1
+    run("shards", "merge", tmp_path / "hf", "--out", tmp_path / "hf.jsonl", code=1)
 
     import_packed("parquet", tmp_path / "hf", tmp_path / "again.jsonl", "--boxes", "xywh")
     found, expected = by_id(load(tmp_path / "again.jsonl")), by_id(load(file))
@@ -172,8 +172,8 @@ def test_parquet_of_the_datasets_library_is_imported_with_its_names_of_classes(t
     ]
     assert loaded[0][0].objects[0].coords == (8, 6, 24, 18) and loaded[0][0].height == 48
     assert shown.count("dropped") == 2 and "3 images, 3 objects" in shown
-    wrong = run("data", "import", "parquet", tmp_path, "--key", "picture", "--out", tmp_path / "o")
-    assert wrong.exit_code == 1 and "no column picture" in wrong.output
+    wrong = run("data", "import", "parquet", tmp_path, "--key", "picture", "--out", tmp_path / "o", code=1)
+    assert "no column picture" in wrong.output
 
 
 def test_tars_in_a_bucket_are_imported_where_they_are(tmp_path, server, here):
@@ -190,8 +190,7 @@ def test_tars_in_a_bucket_are_imported_where_they_are(tmp_path, server, here):
     assert images[0].startswith("s3://scenes/packed/0.tar#bytes=") and len(images) == 12
     words = ("data", "import", "webdataset", "--boxes", "xywh", "--out", tmp_path / "other")
     for url, problem in (("s3://other/*.tar", "images are read only below"), ("s3://scenes/none.tar", "no")):
-        refused = run(*words[:3], url, *words[3:])
-        assert refused.exit_code == 1 and problem in refused.output
+        assert problem in run(*words[:3], url, *words[3:], code=1).output
 
 
 @pytest.mark.timeout(600)
@@ -201,7 +200,7 @@ def test_from_parquet_on_s3_to_a_page_of_predictions_in_shards(tmp_path, server,
     parts, given = make_parts(tmp_path), variables(server, tmp_path)
     monkeypatch.setattr(pack, "PER_SHARD", 10)
     for name in SETS:
-        run_well("data", "export", "parquet", parts / f"data/{name}.jsonl", "--out", tmp_path / f"hf-{name}")
+        run("data", "export", "parquet", parts / f"data/{name}.jsonl", "--out", tmp_path / f"hf-{name}")
         for file in (tmp_path / f"hf-{name}").glob("*.parquet"):
             put(server, f"hf/{name}/{file.name}", file.read_bytes())
 
@@ -209,8 +208,8 @@ def test_from_parquet_on_s3_to_a_page_of_predictions_in_shards(tmp_path, server,
         folder = tmp_path / f"imported/{name}"
         for number in range(shards):
             words = ("--boxes", "xywh", "--shard", f"{number}/{shards}", "--out", folder)
-            run_well("data", "import", "parquet", f"s3://scenes/hf/{name}/*.parquet", *words)
-        run_well("shards", "merge", folder, "--out", parts / f"data/{name}-local.jsonl")
+            run("data", "import", "parquet", f"s3://scenes/hf/{name}/*.parquet", *words)
+        run("shards", "merge", folder, "--out", parts / f"data/{name}-local.jsonl")
         for tar in folder.glob("*.tar"):
             put(server, f"tars/{name}/{tar.name}", tar.read_bytes())
         near = f"../imported/{name}/"
@@ -223,16 +222,16 @@ def test_from_parquet_on_s3_to_a_page_of_predictions_in_shards(tmp_path, server,
     assert len(RecordFile(train_file)) == 40 and "s3://scenes/tars/train/" in train_file.read_text()
 
     for number in range(2):
-        run_well("data", "doctor", train_file, "--shard", f"{number}/2", "--out", tmp_path / "facts")
-    assert "no errors" in run_well("shards", "merge", tmp_path / "facts")
+        run("data", "doctor", train_file, "--shard", f"{number}/2", "--out", tmp_path / "facts")
+    assert "no errors" in run("shards", "merge", tmp_path / "facts").output
 
     finish(training(run_config(parts, "far", "-far")), **given | {"PYTHONPATH": f"{ROOT}:{SOURCE}:{PACKAGES}"})
     model = ("--model", parts / "far/checkpoint-4", "--max-new-tokens", "16", "--batch", "2")
     for number in range(3):
-        run_well("predict", *model, "--data", val, "--shard", f"{number}/3", "--out", tmp_path / "answers")
-    run_well("shards", "merge", tmp_path / "answers", "--out", tmp_path / "preds.json")
-    run_well("predict", *model, "--data", parts / "data/val-local.jsonl", "--out", tmp_path / "whole.json")
+        run("predict", *model, "--data", val, "--shard", f"{number}/3", "--out", tmp_path / "answers")
+    run("shards", "merge", tmp_path / "answers", "--out", tmp_path / "preds.json")
+    run("predict", *model, "--data", parts / "data/val-local.jsonl", "--out", tmp_path / "whole.json")
     assert (tmp_path / "preds.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
     page = tmp_path / "page.html"
-    run_well("evaluate", "--data", val, "--preds", tmp_path / "preds.json", "--page", page)
+    run("evaluate", "--data", val, "--preds", tmp_path / "preds.json", "--page", page)
     assert page.read_text().count("data:image/") >= 6

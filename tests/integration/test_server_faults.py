@@ -22,12 +22,8 @@ import pytest
 from coordexp.demo.model import make_model
 from tests.fake_server import slow, status
 from tests.integration.faulty_proxy import FaultyProxy, does
-from tests.integration.servers import (
-    GUARD,
-    Fleet,
-    wait_for,
-)
-from tests.integration.stage2_runs import Started, config, counters, finish, started, steps, training
+from tests.integration.servers import GUARD, Fleet, wait_for
+from tests.integration.stage2_runs import Started, check_steps, config, finish, started, steps, training
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -107,16 +103,6 @@ class Learning:
 def learning(file: Path, *options: str, ranks: int = 1) -> Iterator[Learning]:
     with started(training(file, *options), ranks) as run:
         yield Learning(run, file.with_suffix(""))
-
-
-def check_same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Compare steps, losses and counters. A sample that was lost or trained twice would change them."""
-    assert [line["step"] for line in actual] == [line["step"] for line in expected]
-    assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], abs=1e-5)
-    for line, other in zip(actual, expected, strict=True):
-        expected_counters = counters(other)
-        assert "rollout/answers" in expected_counters
-        assert {name: line[name] for name in expected_counters} == expected_counters
 
 
 def kill_while_it_answers(fleet: Fleet, index: int, number: signal.Signals) -> Callable[[], None]:
@@ -211,7 +197,7 @@ def eventful(fleet: Fleet) -> Iterator[Eventful]:
 
 
 def test_a_run_whose_server_fails_again_and_again_trains_what_it_would_have_trained(eventful, own):
-    check_same(eventful.learner.steps, steps(own))
+    check_steps(eventful.learner.steps, steps(own))
     assert [event["version"] for event in eventful.learner.events("sync")] == list(range(STEPS))
 
 

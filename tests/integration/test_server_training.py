@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.rollout.backend import request_seed
+from tests.command import run
 from tests.integration.servers import GUARD, Fleet
 from tests.integration.stage2_runs import DRAWN, check_losses, config, finish, replayed_steps, started, training
 
@@ -70,8 +69,7 @@ def test_two_servers_and_two_ranks_give_the_losses_of_their_own_answers(two_rank
 
 @pytest.mark.scenario("R07.C5", "R07.S5", on="engine")
 def test_answers_of_servers_are_aligned_strictly_and_come_out_the_same_when_corrected_again(two_servers):
-    done = CliRunner().invoke(app, ["replay", str(two_servers.folder / "dumps")])
-    assert done.exit_code == 0, done.output
+    done = run("replay", two_servers.folder / "dumps")
     assert replayed_steps(done.output) >= 2
 
 

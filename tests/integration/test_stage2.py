@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from coordexp.cli import app
+from tests.command import run
 from tests.integration.answers import answers, backend, whole_model
 from tests.integration.servers import wait_for
 from tests.integration.stage2_runs import (
@@ -182,8 +181,7 @@ def test_dumped_examples_come_out_the_same_when_they_are_corrected_again(trained
         "step-000000.jsonl",
         "step-000002.jsonl",
     ]
-    done = CliRunner().invoke(app, ["replay", str(trained / "dumps")])
-    assert done.exit_code == 0, done.output
+    done = run("replay", trained / "dumps")
     assert "8 examples of 2 steps come out the same" in done.output
 
 
@@ -254,8 +252,7 @@ def test_evaluation_decodes_by_decode_batch_size_whatever_the_evaluation_batch_i
 def test_an_evaluation_writes_what_predict_writes_from_its_checkpoint(parts, trained, tmp_path):
     words = ["--model", trained / "checkpoint-3", "--data", parts / "data/val.jsonl", "--out", tmp_path / "p.json"]
     limits = ["--batch", 4, "--max-new-tokens", 48]
-    done = CliRunner().invoke(app, ["predict", *map(str, words + limits)])
-    assert done.exit_code == 0, done.output
+    run("predict", *words + limits)
     for suffix in ("json", "answers.jsonl"):
         evaluated = (trained / f"evaluations/step-3.{suffix}").read_text()
         assert evaluated == (tmp_path / f"p.{suffix}").read_text()

@@ -4,22 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import Record, RecordFile, RecordObject, open_data, parse_any_record, parse_record
 from coordexp.data.doctor import examine
 from coordexp.data.images import read_image_facts, size_problem
-from coordexp.data.importers import (
-    ImportCounts,
-    Rules,
-    find_sources,
-    find_split,
-    read_labelme,
-    read_labelstudio,
-    read_lvis,
-    read_yolo,
-)
+from coordexp.data.importers import ImportCounts, Rules, find_sources, find_split, read_lvis
 from coordexp.data.importers.packed import read_webdataset
 from coordexp.data.importers.rows import RowReader
 from coordexp.data.masks import decode_mask
@@ -32,8 +21,9 @@ from coordexp.detect.suggestions import (
     write_suggestions,
 )
 from coordexp.files import find_data_files
+from tests.command import run
 from tests.messages import provoke
-from tests.unit.data import test_doctor
+from tests.unit.data import test_doctor, test_import_labelme, test_import_yolo
 from tests.unit.data.packed import draw as draw_image
 from tests.unit.data.packed import write_members
 from tests.unit.data.planted import write_clean
@@ -46,6 +36,7 @@ from tests.unit.data.sources import (
     write_and_read,
     write_image,
 )
+from tests.unit.data.test_labelstudio import import_tasks, region, task
 
 ALONE = {"question": "Why?", "answer": "Because."}
 ABOUT_IMAGE = {"image": "a.png", "width": 64, "height": 48, "question": "How many?", "answer": "3"}
@@ -201,16 +192,12 @@ def a_segmentation_for_which_the_box_is_taken(folder, segmentation):
     return describe_import(import_coco(folder, coco([annotation(segmentation=segmentation)])))
 
 
-@provoke(
-    *([8, 6, 0, 12], [8, 6, -4, 12], [8, 6, 0.01, 12], [70, 6, 10, 12], [8, 6, 16], [8, 6, 16, None], None),
-)
+@provoke(*([8, 6, 0, 12], [8, 6, -4, 12], [8, 6, 0.01, 12], [70, 6, 10, 12], [8, 6, 16], [8, 6, 16, None], None))
 def a_box_of_coco(folder, bbox):
     return describe_import(import_coco(folder, coco([annotation(bbox=bbox)])))
 
 
-@provoke(
-    *({"image_id": 99}, {"image_id": [1]}, {"category_id": 99}, {"category_id": None}),
-)
+@provoke(*({"image_id": 99}, {"image_id": [1]}, {"category_id": 99}, {"category_id": None}))
 def a_second_annotation_with(folder, changes):
     return describe_import(import_coco(folder, coco([annotation(1), annotation(2) | changes])))
 
@@ -228,21 +215,12 @@ def a_mask(folder, segmentation):
     decode_mask(segmentation, 3, 4)
 
 
-def import_labelme(folder, **changes):
-    document = {"imagePath": "a.png", "imageWidth": 64, "imageHeight": 48, "imageData": None} | changes
-    (folder / "labels").mkdir()
-    (folder / "labels/a.json").write_text(json.dumps(document))
-    counts = ImportCounts()
-    images = read_labelme(folder / "labels", None, counts)
-    return describe_import((write_and_read(folder, images, counts), counts))
-
-
 @provoke(
     *({"imagePath": "../images/a.png"}, {"imageHeight": None}),
     {"shapes": [{"label": "", "points": [[1, 1], [9, 9]], "shape_type": "rectangle"}]},
 )
 def a_labelme_file_with(folder, changes):
-    import_labelme(folder, **{"shapes": []} | changes)
+    test_import_labelme.import_files(folder, [], **changes)
 
 
 @provoke(
@@ -250,7 +228,7 @@ def a_labelme_file_with(folder, changes):
     *(("rectangle", [[5, 5], [5, 9]]), ("polygon", [[5, 5], [5, 9]])),
 )
 def a_labelme_shape(folder, shape):
-    return import_labelme(folder, shapes=["text", {"label": "cat", "points": shape[1], "shape_type": shape[0]}])
+    return describe_import(test_import_labelme.import_files(folder, ["text", test_import_labelme.shape(*shape)]))
 
 
 BOX_OF_ROW = {"bbox": [8, 6, 16, 12], "category": "cat"}
@@ -309,11 +287,8 @@ def a_source_of_tars(folder, name):
 def import_yolo(folder, labels, names="names: [cat]"):
     write_image(folder / "images/a.png")
     (folder / "labels").mkdir()
-    (folder / "labels/a.txt").write_text(labels)
     (folder / "data.yaml").write_text(names)
-    counts = ImportCounts()
-    images = read_yolo(folder / "labels", folder / "images", None, counts)
-    return describe_import((write_and_read(folder, images, counts), counts))
+    return describe_import(test_import_yolo.import_files(folder, labels))
 
 
 @provoke(
@@ -335,46 +310,27 @@ def a_split_of_yolo(folder, content):
     find_split(folder / "data.yaml", "train")
 
 
-def region(**changes):
-    value = {"x": 25, "y": 50, "width": 50, "height": 25, "rotation": 0, "rectanglelabels": ["cat"]}
-    drawn = {"type": "rectanglelabels", "original_width": 64, "original_height": 48}
-    return (
-        drawn
-        | {key: changes.pop(key) for key in ("type", "image_rotation") & changes.keys()}
-        | {"value": value | changes}
-    )
-
-
-def import_labelstudio(folder, *tasks):
-    (folder / "export.json").write_text(json.dumps(tasks))
-    counts = ImportCounts()
-    images = read_labelstudio(folder / "export.json", folder, "image", counts)
-    return describe_import((write_and_read(folder, images, counts), counts))
-
-
 @provoke(
-    *(region(type="brushlabels"), region(rectanglelabels=[]), region(x="left"), region(rotation="much")),
-    *(region(width=0), region(image_rotation=90), region(type="polygonlabels", polygonlabels=["cat"])),
-    *("text", region(rectanglelabels=["cat", "dog"])),
+    *(region("brushlabels"), region(names=[]), region(x="left"), region(rotation="much"), region(width=0)),
+    *(region() | {"image_rotation": 90}, region("polygonlabels"), "text", region(names=["cat", "dog"])),
 )
 def a_region_of_label_studio(folder, drawn):
-    annotations = [{"result": [drawn, region(rectanglelabels=["dog"])], "updated_at": "2026-01-02T00:00:00Z"}]
-    return import_labelstudio(folder, {"id": 5, "data": {"image": "a.png"}, "annotations": annotations})
+    return describe_import(import_tasks(folder, task(drawn, region(names=["dog"]))))
 
 
 @provoke(
     {"image": "a.png", "label": []},
     {"data": {}},
     *(
-        {"id": 5, "data": data, "annotations": [{"result": [region()], "updated_at": "2026-01-02T00:00:00Z"}]}
+        task(region(), data=data)
         for data in (
             *({"photo": "a.png"}, {"image": "/data/local-files/?d=../a.png"}, {"coordexp": 3}),
             {"coordexp": {"image": "a.png"}},
         )
     ),
 )
-def a_task_of_label_studio(folder, task):
-    import_labelstudio(folder, task)
+def a_task_of_label_studio(folder, exported):
+    import_tasks(folder, exported)
 
 
 # Suggestions, and commands.
@@ -428,7 +384,7 @@ def suggestions_for_other_records(folder, changes):
 @provoke(["--val", "0"], ["--val", "1.5"], ["--val", "2"], ["--val", "0.0001"])
 def a_split(folder, words):
     write_lines(folder, EMPTY, EMPTY | {"image": "b.png"})
-    return CliRunner().invoke(app, ["data", "split", str(folder / "train.jsonl"), *words]).output
+    return run("data", "split", folder / "train.jsonl", *words, code=1).output
 
 
 @provoke()
@@ -442,8 +398,7 @@ def cleaning(folder):
     bare = {name: value for name, value in EMPTY.items() if name != "objects"}
     lines = [good, bare, EMPTY | {"image": "none.png"}, EMPTY | {"image": "torn.png"}, EMPTY | other, EMPTY | lost]
     write_lines(folder, *lines, EMPTY | lost | {"classes": ["cat"]})
-    words = ["data", "clean", str(folder / "train.jsonl"), "--out", str(folder / "clean.jsonl")]
-    return CliRunner().invoke(app, words).output
+    return run("data", "clean", folder / "train.jsonl", "--out", folder / "clean.jsonl").output
 
 
 @provoke("write_sizes", "write_centres", "swap_axes")
@@ -480,7 +435,7 @@ def the_doctor_on_one_mistake(folder, code):
 )
 def an_image_in_a_store(folder, url):
     write_lines(folder, EMPTY | {"image": url})
-    return CliRunner().invoke(app, ["data", "doctor", str(folder / "train.jsonl")]).output
+    return run("data", "doctor", folder / "train.jsonl", code=1).output
 
 
 @provoke("a.tar#bytes=9:9", "a.tar#bytes=0:9", "a.tar#bytes=0:9;base64", "b.tar#bytes=0:9")

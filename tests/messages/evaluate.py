@@ -4,15 +4,14 @@ import json
 from dataclasses import replace
 
 from PIL import Image
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.detect.answering import make_record
 from coordexp.detect.chat_server import normalise_url
 from coordexp.detect.predicting import UnfinishedPredictions
 from coordexp.detect.suggestions import SuggestionRules, suggest_labels, write_suggestions
 from coordexp.evaluate import evaluate, read_predictions, read_results, write_predictions
 from coordexp.evaluate.predictions import read_samples, write_samples
+from tests.command import run
 from tests.messages import provoke
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 
@@ -104,12 +103,7 @@ def predictions_that_were_interrupted(folder):
     unfinished.begin()
 
 
-@provoke(
-    ((1,), (1, 7)),
-    (tuple(range(1, 9)), (1,)),
-    ((1,), (1, 1)),
-    ((1, 1), (1,)),
-)
+@provoke(((1,), (1, 7)), (tuple(range(1, 9)), (1,)), ((1,), (1, 1)), ((1, 1), (1,)))
 def image_ids_of_truth_and_answers(folder, ids):
     evaluate([(k, record()) for k in ids[0]], [answer(image_id=k) for k in ids[1]])
 
@@ -127,8 +121,7 @@ def a_result_of_another_detector_with(folder, changes):
     result = {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], "score": 0.5} | changes
     (folder / "results.json").write_text(json.dumps([result]))
     (folder / "val.jsonl").write_text(f"{TRUTH[0][1].as_json()}\n")
-    words = ["evaluate", "--data", folder / "val.jsonl", "--preds", folder / "results.json"]
-    return CliRunner().invoke(app, list(map(str, words))).output
+    return run("evaluate", "--data", folder / "val.jsonl", "--preds", folder / "results.json", code=1).output
 
 
 @provoke()
@@ -138,9 +131,7 @@ def results_that_name_an_image_of_two_folders(folder):
     read_results(folder / "results.json", truth)
 
 
-@provoke(
-    *(([1, 2, 4], 4, [1]), ([1], 1, [1, 7]), ([1], 1, [7]), ([1, 1], 1, [1]), (None, 4, [1])),
-)
+@provoke(*(([1, 2, 4], 4, [1]), ([1], 1, [1, 7]), ([1], 1, [7]), ([1, 1], 1, [1]), (None, 4, [1])))
 def samples(folder, written):
     numbers, count, image_ids = written
     write(folder)
@@ -163,9 +154,7 @@ def a_request_to_the_detector(folder, words):
     make_record("a.png", (64, 48), **words)
 
 
-@provoke(
-    *("127.0.0.1:8000", "file:///etc/passwd", "http://me:word@host", "http://host:port"),
-)
+@provoke(*("127.0.0.1:8000", "file:///etc/passwd", "http://me:word@host", "http://host:port"))
 def the_address_of_a_chat_server(folder, url):
     normalise_url(url)
 
@@ -191,8 +180,7 @@ def predicting(folder, words):
     (folder / "val.jsonl").write_text("{}")
     paths = {"IMAGE": str(folder / "a.png"), "DATA": str(folder / "val.jsonl")}
     given = ["predict", "--model", str(folder), "--out", str(folder / "preds.json")]
-    result = CliRunner().invoke(app, [*given, *(paths.get(word, word) for word in words)])
-    assert result.exit_code == 1
+    result = run(*given, *(paths.get(word, word) for word in words), code=1)
     return result.output
 
 
@@ -200,13 +188,13 @@ def predicting(folder, words):
     *(
         words.split()
         for words in ("--iou 0", "--other-iou 1.5", "--batch 4", "--samples 2", "--resume", "--model .")
-    ),
+    )
 )
 def suggesting(folder, words):
     (folder / "val.jsonl").write_text("".join(f"{line.as_json()}\n" for _, line in TRUTH))
     files = ["--data", folder / "val.jsonl", "--preds", write(folder), "--out", folder / "out"]
-    result = CliRunner().invoke(app, ["data", "suggest", *map(str, files), *words])
-    assert result.exit_code == 1 and not (folder / "out").exists()
+    result = run("data", "suggest", *files, *words, code=1)
+    assert not (folder / "out").exists()
     return result.output
 
 
@@ -215,4 +203,4 @@ def completing_without_decisions_or_a_score(folder):
     write_suggestions(folder / "s.jsonl", [])
     (folder / "val.jsonl").write_text(f"{TRUTH[0][1].as_json()}\n")
     files = ["--data", folder / "val.jsonl", "-s", folder / "s.jsonl", "--out", folder / "new.jsonl"]
-    return CliRunner().invoke(app, ["data", "complete", *map(str, files)]).output
+    return run("data", "complete", *files, code=1).output

@@ -3,10 +3,8 @@
 import json
 import shutil
 
-from typer.testing import CliRunner
-
-from coordexp.cli import app
 from coordexp.pages.rollouts import choose_examples
+from tests.command import run
 from tests.messages import provoke
 from tests.unit.pages.run_folders import TERMS, manifest, write_dumped_run, write_run
 
@@ -32,20 +30,18 @@ def inspecting_a_run_with(folder, spoilt):
     template = folder.parent / "dumped run"  # of all these cases
     if not template.exists():
         write_dumped_run(template, steps=(0,))
-    run = shutil.copytree(template, folder / "demo")
+    copy = shutil.copytree(template, folder / "demo")
     name, content = spoilt
     if content is None:
-        (run / name).unlink()
+        (copy / name).unlink()
     else:
-        (run / name).write_text(content)
-    result = CliRunner().invoke(app, ["inspect", str(run)])
-    assert result.exit_code == 1
-    return result.output
+        (copy / name).write_text(content)
+    return run("inspect", copy, code=1).output
 
 
 @provoke(["--out", "page.pdf"], ["--port", "9"], ["--serve", "--out", "page.html"])
 def inspecting(folder, options):
-    return CliRunner().invoke(app, ["inspect", str(folder), *options]).output
+    return run("inspect", folder, *options, code=1).output
 
 
 @provoke()
@@ -60,7 +56,7 @@ def a_run_without_dumps(folder):
 )
 def reporting_a_run_with(folder, spoilt):
     (write_run(folder / "one") / spoilt[0]).write_text(spoilt[1])
-    return CliRunner().invoke(app, ["report", str(folder / "one")]).output
+    return run("report", folder / "one", code=None).output
 
 
 @provoke(
@@ -69,7 +65,7 @@ def reporting_a_run_with(folder, spoilt):
 )
 def reporting_a_run_whose_manifest_has(folder, changes):
     write_run(folder / "one", starts=[manifest(**changes)])
-    return CliRunner().invoke(app, ["report", str(folder / "one")]).output
+    return run("report", folder / "one", code=None).output
 
 
 @provoke(
@@ -77,9 +73,9 @@ def reporting_a_run_whose_manifest_has(folder, changes):
     *(["--labelled-share", *share] for share in (["0.5", "0.7"], ["0.7", "0.5"])),
 )
 def reporting(folder, options):
-    return CliRunner().invoke(app, ["report", str(write_run(folder / "one")), *options]).output
+    return run("report", write_run(folder / "one"), *options, code=1).output
 
 
 @provoke()
 def reporting_a_folder_that_is_not_a_run(folder):
-    return CliRunner().invoke(app, ["report", str(folder)]).output
+    return run("report", folder, code=1).output

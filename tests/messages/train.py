@@ -5,10 +5,7 @@ import math
 import signal
 from types import SimpleNamespace
 
-import numpy as np
-
-from coordexp.answers.segment import Segment
-from coordexp.objective.carry import CarryBuffer, Example
+from coordexp.objective.carry import CarryBuffer
 from coordexp.rollout.backend import Rollout, check_version
 from coordexp.train.checkpoints import MANIFEST, choose_checkpoint
 from coordexp.train.folder import read_starts
@@ -21,6 +18,7 @@ from tests.messages import provoke
 from tests.unit.train.test_checkpoint_choice import DAMAGES, flip, saved
 from tests.unit.train.test_requests import DESCS, make_set, write
 from tests.unit.train.test_sinks import LOGS
+from tests.unit.train.test_stream import example_of
 from tests.vocabularies import table
 
 STATE = SimpleNamespace(is_world_process_zero=True, global_step=1)
@@ -106,18 +104,11 @@ def resuming_with_another(folder, changes):
     stream(**changes).load(folder)
 
 
-def make_example(length):
-    streams = {name: np.zeros(length, dtype=np.int8) for name in ("roles", "kinds", "sides")}
-    floats = {name: np.zeros(length, dtype=np.float32) for name in ("coord_targets", "weights")}
-    segment = Segment(np.zeros(length, int), **streams, **floats, prompt_length=1)
-    return Example(segment, "a.png", (8, 8), "A")
-
-
 @provoke((3, 20), (17, 1))
 def packing(folder, lengths):
     rows = stream(batch=lengths[1])
     rows.plan_step()
-    rows.pack([make_example(lengths[0])] * lengths[1])
+    rows.pack([example_of(lengths[0])] * lengths[1])
 
 
 @provoke({"classes": ["cup"]}, {"bbox": [5, 5, 5, 5]})

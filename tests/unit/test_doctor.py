@@ -6,31 +6,25 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from coordexp import doctor
-from coordexp.cli import app
 from coordexp.doctor import STEPS, Devices, choose_gpus, try_devices
 from coordexp.errors import EngineError
 from coordexp.launch import preflight
 from coordexp.launch.preflight import DeviceMemory, visible_gpus
-
-
-def run(*words):
-    return CliRunner().invoke(app, ["doctor", *words])
+from tests.command import run
 
 
 def test_without_a_gpu_the_message_says_how_to_check_without(monkeypatch):
     monkeypatch.setattr(preflight, "find_gpus", dict)
-    result = run("--gpu")
-    assert result.exit_code == 1
+    result = run("doctor", "--gpu", code=1)
     assert "coordexp doctor --cpu" in result.output
 
 
 def test_gpus_that_the_shell_hides_are_not_used(monkeypatch):
     monkeypatch.setattr(preflight, "find_gpus", lambda: {0: DeviceMemory(1, 1), 1: DeviceMemory(1, 1)})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "no GPU is visible" in run("--gpu").output
+    assert "no GPU is visible" in run("doctor", "--gpu", code=1).output
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 3")
     assert visible_gpus([0, 1, 2, 3]) == [1, 3]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
@@ -86,6 +80,7 @@ def try_command(monkeypatch, tmp_path):
     return start
 
 
+@pytest.mark.slow
 def test_the_configs_are_valid_and_runs_that_pass_leave_no_files(try_command, tmp_path):
     outcomes, folder = try_command("check")
     assert [(outcome.check, outcome.state) for outcome in outcomes] == [(name, "ok") for name in NAMES]
@@ -93,6 +88,7 @@ def test_the_configs_are_valid_and_runs_that_pass_leave_no_files(try_command, tm
     assert folder is None and not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_with_one_gpu_the_server_is_not_checked(try_command):
     outcomes, _ = try_command("check", devices=Devices(learners=(3,)))
     assert [outcome.state for outcome in outcomes] == ["ok", "ok", "not checked"]

@@ -1,6 +1,7 @@
 """Packages import in one direction only, in the order that `docs/architecture.md` shows."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ ORDER = (
 LINE = {part: number for number, parts in enumerate(ORDER) for part in parts}
 
 
+@cache
 def find_imported_parts(source: str, module: str) -> set[str]:
     """Return the top-level parts of coordexp that a module imports, also inside functions."""
     names: set[str] = set()

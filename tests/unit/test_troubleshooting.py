@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,16 @@ def strings(file: Path) -> Iterator[str]:
             yield node.value
 
 
-SOURCE = [text for file in sorted((ROOT / "src/coordexp").rglob("*.py")) for text in strings(file)]
+@cache
+def source() -> list[str]:
+    return [text for file in sorted((ROOT / "src/coordexp").rglob("*.py")) for text in strings(file)]
 
 
 def is_in_source(message: str) -> bool:
     """Return True if a text of the source has the words of the message in order, with a value for each `...`."""
     words = message.split("...")
     pattern = re.compile(f".*{HOLE}.*".join(map(re.escape, words)), re.DOTALL)
-    return any(all(part in text for part in words) and pattern.search(text) for text in SOURCE)
+    return any(all(part in text for part in words) and pattern.search(text) for text in source())
 
 
 @pytest.mark.parametrize("message", MESSAGES)

@@ -4,12 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
-from typer.testing import CliRunner
 
 from coordexp.answers.expand import add_coord_tokens
 from coordexp.answers.table import VocabularyError, VocabularyTable
-from coordexp.cli import app
 from coordexp.demo.model import make_model
+from tests.command import run
 from tests.engines import drawing, prompt
 
 
@@ -23,10 +22,7 @@ def test_the_expanded_model_loads_and_answers_as_before(plain, tmp_path):
         VocabularyError, match=r"/m: 1000 of the 1000 .*\n  add them with: coordexp model add-coords"
     ):
         VocabularyTable.from_folder(plain)
-    result = CliRunner().invoke(
-        app, ["model", "add-coords", "--model", str(plain), "--out", str(tmp_path / "out")]
-    )
-    assert result.exit_code == 0, result.output
+    result = run("model", "add-coords", "--model", plain, "--out", tmp_path / "out")
     assert "1000 coordinate tokens added" in result.output
     table = VocabularyTable.from_folder(tmp_path / "out")
     models = [Qwen3VLForConditionalGeneration.from_pretrained(folder) for folder in (plain, tmp_path / "out")]
@@ -134,8 +130,7 @@ def test_a_damaged_checkpoint_is_named_and_no_output_is_left_behind(plain, tmp_p
     shutil.copytree(plain, tmp_path / "bad")
     (tmp_path / "bad" / damage).write_bytes(b"{ not")
     command = ["model", "add-coords", "--model", str(tmp_path / "bad"), "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 1
+    result = run(*command, code=1)
     assert damage in result.output
     assert not (tmp_path / "out").exists()
 

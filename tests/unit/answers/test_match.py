@@ -12,6 +12,7 @@ from coordexp.answers import match as assignment
 from coordexp.answers.match import assign, choose_candidates, mask_iou, match_objects, rasterise
 from coordexp.config import RolloutMatching
 from coordexp.data import Geometry
+from tests.examples import SHARE
 from tests.rollouts import random_shape
 from tests.unit.answers.conftest import box, poly
 
@@ -33,7 +34,7 @@ def least_cost(cost, feasible, fp, fn):
 @pytest.mark.timeout(120)
 def test_the_assignment_is_the_one_that_brute_force_finds():
     chooser = random.Random(0)
-    for case in range(10_000):
+    for case in range(round(40_000 * SHARE)):
         n, m = (case % 25) // 5 + 1, case % 5 + 1
         if n * m > 16 and case % 10:
             n = min(n, 3)
@@ -63,7 +64,7 @@ def test_solving_by_groups_costs_as_little_as_solving_at_once(monkeypatch):
 
 def test_the_result_does_not_depend_on_the_order_of_the_truth():
     chooser = random.Random(1)
-    for case in range(400):
+    for case in range(round(1600 * SHARE)):
         settings = RolloutMatching(maskiou_gate=0.1, candidate_top_k=case % 4 + 1)
         truth = list({random_shape(chooser) for _ in range(5)})
         predicted = [chooser.choice(truth) if chooser.random() < 0.5 else random_shape(chooser) for _ in range(5)]

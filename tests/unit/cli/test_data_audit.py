@@ -6,20 +6,13 @@ import random
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import RecordFile
 from coordexp.detect.suggestions import fix_order, read_suggestions
 from coordexp.evaluate import AnswerObject, ImageAnswer, read_predictions, read_truth, write_predictions
+from tests.command import run
 
 REMOVED = 0.4
-
-
-def run(*arguments):
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == 0, result.output
-    return result.stdout
 
 
 def write_answers(folder, name, share):
@@ -90,7 +83,7 @@ def test_the_audit_prints_the_labelled_share_and_the_closing_weight(folder):
         sum(len(record.objects) for _, record in read_truth(RecordFile(folder / f"scenes/{name}.jsonl")))
         for name in ("thin", "val")
     ]
-    printed = run("data", "audit", folder / "b", "--data", folder / "scenes/thin.jsonl")
+    printed = run("data", "audit", folder / "b", "--data", folder / "scenes/thin.jsonl").stdout
     value, low, high = read_number(r"labelled share: (\S+) \(95 %: (\S+) to (\S+)\)", printed)
     assert low < labels[0] / labels[1] < high and high - low < 0.25
     assert read_number(r"closing_weight: (\S+)", printed) == [round(value, 1)]
@@ -106,14 +99,14 @@ def test_an_audit_of_few_objects_has_no_empty_headings(tmp_path):
     write_answers(tmp_path, "a", 1.0)
     run("data", "suggest", "--data", thin, "--preds", tmp_path / "a/preds.json", "--out", tmp_path / "a")
     decide(tmp_path, "a", 10)
-    printed = run("data", "audit", tmp_path / "a", "--data", thin)
+    printed = run("data", "audit", tmp_path / "a", "--data", thin).stdout
     assert "labelled share" in printed and "by size" in printed
     assert "by class" not in printed and "too few objects" in printed
 
 
 def test_evaluate_estimates_the_quality_against_all_objects_from_judgements(folder):
     thin, out, preds = folder / "scenes/thin.jsonl", folder / "report.json", folder / "b/preds.json"
-    printed = run("evaluate", "--data", thin, "--preds", preds, "--judged", folder / "b", "--out", out)
+    printed = run("evaluate", "--data", thin, "--preds", preds, "--judged", folder / "b", "--out", out).stdout
     report = json.loads(out.read_text())
     assert (f"judge {report['more']:,} more" if report["more"] else "judge more images") in printed
     run("evaluate", "--data", folder / "scenes/val.jsonl", "--preds", preds_on_all(folder, "b"), "--out", out)
@@ -148,13 +141,13 @@ def test_matches_that_a_labelled_share_makes_impossible_are_noted(folder):
 
 def estimate_from_share(folder, low, high):
     data, preds, out = folder / "scenes/thin.jsonl", folder / "b/preds.json", folder / "share.json"
-    printed = run("evaluate", "--data", data, "--preds", preds, "--labelled-share", low, high, "--out", out)
+    printed = run("evaluate", "--data", data, "--preds", preds, "--labelled-share", low, high, "--out", out).stdout
     return json.loads(out.read_text()), printed
 
 
 def compare(folder, data, preds, *more):
     out = folder / "difference.json"
-    printed = run("evaluate", "--data", data, *both("--preds", preds), *more, "--out", out)
+    printed = run("evaluate", "--data", data, *both("--preds", preds), *more, "--out", out).stdout
     return json.loads(out.read_text()), printed
 
 
@@ -184,11 +177,9 @@ def test_a_model_is_not_better_than_itself(folder):
 
 
 def test_judgements_that_are_missing_are_reported_before_anything_is_read(folder):
-    result = CliRunner().invoke(
-        app,
-        ["evaluate", "--data", str(folder / "scenes/thin.jsonl"), "--preds", "none.json", "--judged", str(folder)],
-    )
-    assert result.exit_code == 1 and "suggestions.jsonl" in result.output and "none.json" not in result.output
+    files = ["--data", folder / "scenes/thin.jsonl", "--preds", "none.json"]
+    result = run("evaluate", *files, "--judged", folder, code=1)
+    assert "suggestions.jsonl" in result.output and "none.json" not in result.output
 
 
 @pytest.mark.parametrize("options", [["--judged", "a"], ["--preds", "a/preds.json"]])
@@ -196,8 +187,7 @@ def test_what_does_not_fit_two_predictions_is_refused(folder, options):
     option, path = options
     preds = both("--preds", [folder / "a/preds.json", folder / "b/preds.json"])
     arguments = ["evaluate", "--data", folder / "scenes/thin.jsonl", *preds, option, folder / path]
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == 1 and " --preds and " in result.output
+    assert " --preds and " in run(*arguments, code=1).output
 
 
 def test_the_best_suggestions_do_not_stand_for_all(folder):
@@ -206,8 +196,8 @@ def test_the_best_suggestions_do_not_stand_for_all(folder):
     run("data", "suggest", "--data", thin, "--preds", folder / "a/preds.json", "--out", out)
     _, count = decide(folder, "sorted", 5)
     audit = ["data", "audit", out, "--data", thin, "--preds", folder / "a/preds.json"]
-    result = CliRunner().invoke(app, [*map(str, audit)])
-    assert result.exit_code == 1 and f"{count - 5} of {count}" in result.output.replace("\n", " ")
+    result = run(*audit, code=1)
+    assert f"{count - 5} of {count}" in result.output.replace("\n", " ")
     decide(folder, "sorted", count)
     run(*audit)
 
@@ -215,15 +205,15 @@ def test_the_best_suggestions_do_not_stand_for_all(folder):
 def test_in_complete_images_nothing_is_estimated(folder):
     out, thin, preds = folder / "complete", folder / "scenes/thin.jsonl", folder / "a/preds.json"
     run("data", "suggest", "--data", thin, "--preds", preds, "--out", out)
-    audit = ["data", "audit", str(out), "--data", str(thin), "--preds", str(preds)]
+    audit = ["data", "audit", out, "--data", thin, "--preds", preds]
     images = fix_order(read_objects(thin)[0])[:20]
     for complete, count in ((images[1:], 1000), (images, 5)):  # not the first ones, and not decided
         decide(folder, "complete", count, complete)
-        assert CliRunner().invoke(app, audit).exit_code == 1
+        run(*audit, code=1)
     decide(folder, "complete", 1000, images)
     counted = (read_objects(folder / f"scenes/{name}.jsonl")[1] for name in ("thin", "val"))
     labels, true = (sum(place[0] in images for place in places) for places in counted)
-    printed = run(*audit)
+    printed = run(*audit).stdout
     assert read_number(r"(\d+) labels in (\d+) complete images", printed) == [labels, 20]
     assert read_number(r"labelled share: (\S+)", printed) == [round(labels / true, 2)]
     run("evaluate", "--data", thin, "--preds", preds, "--judged", out)
@@ -231,5 +221,5 @@ def test_in_complete_images_nothing_is_estimated(folder):
 
 def test_judgements_about_other_predictions_are_refused(folder):
     arguments = ["evaluate", "--data", folder / "scenes/thin.jsonl", "--preds", folder / "a/preds.json"]
-    result = CliRunner().invoke(app, [*map(str, arguments), "--judged", str(folder / "b")])
-    assert result.exit_code == 1 and "no object of the predictions" in result.output.replace("\n", " ")
+    result = run(*arguments, "--judged", folder / "b", code=1)
+    assert "no object of the predictions" in result.output.replace("\n", " ")

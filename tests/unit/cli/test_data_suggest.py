@@ -7,20 +7,15 @@ from dataclasses import replace
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import RecordFile, read_records
 from coordexp.detect.suggestions import read_suggestions
 from coordexp.evaluate import read_truth, write_predictions
 from coordexp.evaluate.predictions import write_samples
+from tests.command import run
 from tests.unit.evaluate.scenes import BOX, FAR, answer, prediction, record
 
 THIRD = (400, 100, 500, 200)
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["data", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -38,20 +33,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def suggest(folder, *more, out="out"):
-    return run(
-        "suggest", "--data", folder / "train.jsonl", "--preds", folder / "preds.json", "--out", folder / out, *more
-    )
+def suggest(folder, *more, code=0):
+    files = ["--data", folder / "train.jsonl", "--preds", folder / "preds.json", "--out", folder / "out"]
+    return run("data", "suggest", *files, *more, code=code)
 
 
-def complete(folder, *more, out="new.jsonl"):
-    file = folder / "out/suggestions.jsonl"
-    return run("complete", "--data", folder / "train.jsonl", "-s", file, "--out", folder / out, *more)
+def complete(folder, *more, code=0):
+    files = ["--data", folder / "train.jsonl", "-s", folder / "out/suggestions.jsonl"]
+    return run("data", "complete", *files, "--out", folder / "new.jsonl", *more, code=code)
 
 
 def test_suggestions_and_their_page_are_written(folder):
     result = suggest(folder)
-    assert result.exit_code == 0, result.output
     assert "4 predicted objects in 2 images: 1 explained by a label, 0 repeat a better one" in result.stdout
     assert "1 have a class that no label has and were left out (--new-classes): <b>" in result.stdout
     assert "2 suggestions" in result.stdout
@@ -74,28 +67,27 @@ def test_labels_that_a_person_accepted_are_added(folder):
 def test_samples_beside_the_predictions_lower_the_score_of_what_they_lack(folder):
     samples = [answer(prediction("dog", FAR, 0.6)), answer(image_id=2, image="b.png")]
     write_samples(folder / "preds.json", [replace(item, sample=1) for item in samples])
-    assert suggest(folder, "--samples", "1").exit_code == 0
+    suggest(folder, "--samples", "1")
     suggestions = read_suggestions(folder / "out/suggestions.jsonl").suggestions
     assert [(item.item.desc, item.agreement) for item in suggestions] == [("dog", 1.0), ("cat", 0.5)]
 
 
 def test_nothing_is_overwritten(folder):
     suggest(folder)
-    assert "out/suggestions.jsonl exists" in suggest(folder).output
-    assert complete(folder, "--accept-above", "0").exit_code == 0
+    assert "out/suggestions.jsonl exists" in suggest(folder, code=1).output
+    complete(folder, "--accept-above", "0")
     before = (folder / "new.jsonl").read_text()
-    again = complete(folder, "--accept-above", "1")
-    assert again.exit_code == 1 and "new.jsonl exists" in again.output
+    assert "new.jsonl exists" in complete(folder, "--accept-above", "1", code=1).output
     assert (folder / "new.jsonl").read_text() == before
 
 
 def test_an_export_overwrites_nothing_and_refuses_options_without_effect(folder):
-    words = ("export", "labelstudio", folder / "train.jsonl", "--out")
-    assert run(*words, folder / "tasks.json").exit_code == 0
-    assert "tasks.json exists" in run(*words, folder / "tasks.json").output
+    words = ("data", "export", "labelstudio", folder / "train.jsonl", "--out")
+    run(*words, folder / "tasks.json")
+    assert "tasks.json exists" in run(*words, folder / "tasks.json", code=1).output
     (folder / "other.xml").touch()
-    assert "other.xml exists" in run(*words, folder / "other.json").output
-    assert "--only-suggested has no effect" in run(*words, folder / "x.json", "--only-suggested").output
+    assert "other.xml exists" in run(*words, folder / "other.json", code=1).output
+    assert "--only-suggested has no effect" in run(*words, folder / "x.json", "--only-suggested", code=1).output
 
 
 def test_suggesting_from_predictions_imports_no_torch(folder):

@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.cli import doctor as doctor_command
+from tests.command import run
 
 TEN_MISTAKES = "examples/check/ten-mistakes.yaml"
 SERVERS = "configs/stage2-server-3v1.yaml"
@@ -36,9 +35,7 @@ def commands(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_check_prints_the_same_json_and_keeps_its_exit_code(commands, name):
     arguments, code, subject = commands[name]
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert result.exit_code == code, result.output
-    report = json.loads(result.stdout)
+    report = json.loads(run(*arguments, "--json", code=code).stdout)
     assert list(report) == ["ok", "checked", "findings", "details"]
     assert report["ok"] is False and report["checked"]
     for finding in report["findings"]:
@@ -51,17 +48,15 @@ def test_every_check_prints_the_same_json_and_keeps_its_exit_code(commands, name
 @pytest.mark.parametrize("name", NAMES)
 def test_every_check_prints_its_findings_in_the_same_form(commands, name):
     arguments, code, subject = commands[name]
-    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    report = json.loads(run(*arguments, "--json", code=code).stdout)
     (finding,) = [finding for finding in report["findings"] if finding["subject"] == subject]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == code
-    lines = result.output.splitlines()
+    lines = run(*arguments, code=code).output.splitlines()
     (index,) = [k for k, line in enumerate(lines) if line.startswith(f"error {subject}: {finding['problem']}")]
     assert lines[index + 1] == f"  {finding['fix']}"
 
 
 def test_a_sound_config_has_its_notes_among_the_findings_and_its_settings_in_the_details():
-    report = json.loads(CliRunner().invoke(app, ["check", "--config", SERVERS, "--json"]).stdout)
+    report = json.loads(run("check", "--config", SERVERS, "--json").stdout)
     assert report["ok"] is True
     assert {finding["severity"] for finding in report["findings"]} == {"warning"}
     assert "model.path" in {finding["subject"] for finding in report["findings"]}
@@ -74,21 +69,20 @@ def test_a_sound_config_has_its_notes_among_the_findings_and_its_settings_in_the
 
 
 def test_the_doctor_reports_every_check_in_the_details(commands):
-    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    report = json.loads(run("doctor", "--json", code=1).stdout)
     states = {check["check"]: check["state"] for check in report["details"]["checks"]}
     assert states["pydantic"] == "ok" and states["no-such-package"] == "failed"
 
 
 def test_json_of_a_launch_needs_check_only():
-    result = CliRunner().invoke(app, ["launch", "--config", SERVERS, "--cpu", "--json"])
-    assert result.exit_code == 1 and "add --check-only" in result.output
+    assert "add --check-only" in run("launch", "--config", SERVERS, "--cpu", "--json", code=1).output
 
 
 def test_a_finding_that_occurs_often_is_printed_once_with_its_count_and_its_first_places(tmp_path):
     data = tmp_path / "train.jsonl"
     lines = [json.dumps(RECORD | {"image": f"{k}.png", "objects": [BOX]}) for k in range(7)]
     data.write_text("\n".join(lines))
-    lines = CliRunner().invoke(app, ["data", "doctor", "--images", "skip", str(data)]).stdout.splitlines()
+    lines = run("data", "doctor", "--images", "skip", data, code=1).stdout.splitlines()
     assert lines[:2] == [
         "error inverted: box whose corners are inverted (7)",
         "  write the upper left corner before the lower right",

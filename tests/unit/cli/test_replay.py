@@ -6,22 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.train.encode import StepIndex
+from tests.command import run
 from tests.dumped import dump_of, dumping
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
-
-
-def refusal(result) -> str:
-    """Return what a command that refuses prints. It must exit by itself, not through an uncaught error."""
-    assert result.exit_code == 1
-    assert isinstance(result.exception, SystemExit), repr(result.exception)
-    return result.stderr
 
 
 def change(file: Path, number: int, edit) -> None:
@@ -35,9 +23,9 @@ def test_a_file_and_a_folder_come_out_the_same(tmp_path):
     step, _ = dumping(tmp_path, samples=2)
     for number in range(3):
         step([0, 1, 2], StepIndex(number, 0))
-    whole, single = run(tmp_path / "dumps"), run(tmp_path / "dumps/step-000001.jsonl")
-    assert (whole.exit_code, whole.stdout) == (0, "6 examples of 3 steps come out the same\n")
-    assert (single.exit_code, single.stdout) == (0, "2 examples of 1 steps come out the same\n")
+    whole, single = (run("replay", tmp_path / name) for name in ("dumps", "dumps/step-000001.jsonl"))
+    assert whole.stdout == "6 examples of 3 steps come out the same\n"
+    assert single.stdout == "2 examples of 1 steps come out the same\n"
 
 
 def test_replay_needs_no_model_and_no_torch(tmp_path):
@@ -89,8 +77,8 @@ def answer_id(whole):
 def test_what_comes_out_differently_is_named_and_exits_1(tmp_path, edit, words):
     file = dump_of(tmp_path)
     change(file, 0, edit)
-    result = run(file)
-    shown = refusal(result).splitlines()
+    result = run("replay", file, code=1)
+    shown = result.stderr.splitlines()
     assert shown[-1] == "1 of 3 examples come out differently"
     assert all(line.startswith(f"{file}, line 1: result.") for line in shown[:-1])
     assert any(words in line for line in shown), shown
@@ -101,7 +89,7 @@ def test_every_example_is_looked_at_and_every_difference_counted(tmp_path):
     file = dump_of(tmp_path)
     change(file, 1, role)
     change(file, 2, role)
-    shown = refusal(run(tmp_path / "dumps"))
+    shown = run("replay", tmp_path / "dumps", code=1).stderr
     assert f"{file}, line 2: result.streams.roles[7]" in shown
     assert f"{file}, line 3: result.streams.roles[7]" in shown
     assert shown.endswith("2 of 3 examples come out differently\n")
@@ -125,22 +113,22 @@ def test_a_broken_line_is_named(tmp_path, line):
     file = dump_of(tmp_path)
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
-    assert f"{file}, line 2: not a dumped example: " in refusal(run(file))
+    assert f"{file}, line 2: not a dumped example: " in run("replay", file, code=1).stderr
 
 
 def test_a_dump_of_another_format_says_which_this_version_reads(tmp_path):
     file = dump_of(tmp_path)
     change(file, 0, lambda whole: whole.update(format=7))
-    assert "a dump of format 7; this version reads 1" in refusal(run(file))
+    assert "a dump of format 7; this version reads 1" in run("replay", file, code=1).stderr
 
 
 def test_without_a_tokenizer_it_says_which_to_copy(tmp_path):
     file = dump_of(tmp_path)
     (tmp_path / "dumps/tokenizer.json").unlink()
-    shown = refusal(run(file))
+    shown = run("replay", file, code=1).stderr
     assert f"{tmp_path / 'dumps/tokenizer.json'}: no such file" in shown
     assert "copy the tokenizer.json" in shown
 
 
 def test_a_folder_without_dumps_says_how_to_get_them(tmp_path):
-    assert "stage2.dump_every" in refusal(run(tmp_path))
+    assert "stage2.dump_every" in run("replay", tmp_path, code=1).stderr

@@ -12,7 +12,6 @@ from tests.unit.config.trees import (
     apply_changes,
     load,
     only_problem,
-    problems,
     server_mode,
     stage1,
     stage2,
@@ -187,13 +186,6 @@ def test_decode_batch_size_reaches_the_rollout_settings():
     assert load(stage2()).settings.rollout_matching.decode_batch_size == 1
 
 
-@pytest.mark.scenario("R07.C1", "R10.C3", on="pure")
-def test_each_setting_under_custom_extra_is_named():
-    old = {"decode_batch_size": 4, "decoding": {"temperature": 0.0}, "vllm": {"mode": "colocate"}}
-    messages = problems(stage2(custom__extra={"rollout_matching": old}))
-    assert set(messages) == {f"custom.extra.rollout_matching.{key}" for key in old}
-
-
 @pytest.mark.scenario("R10.S6", on="pure")
 def test_an_unknown_rollout_key_is_refused():
     path, message = only_problem(stage2(rollout_matching__unknown_rollout_key=1))
@@ -223,11 +215,7 @@ def test_the_contract_holds_every_rollout_setting_normalised():
     )
     contract = load(tree).settings.rollout_matching_cfg
     assert isinstance(contract, RolloutContract)
-    assert (contract.rollout_backend, contract.vllm.mode, contract.vllm.sync.mode) == (
-        "vllm",
-        "server",
-        "full",
-    )
+    assert (contract.rollout_backend, contract.vllm.mode, contract.vllm.sync.mode) == ("vllm", "server", "full")
     assert contract.vllm.server.servers[0].group_port == 51216
     assert (contract.decode_mode, contract.decoding.top_k) == ("sampling", 50)
     assert (contract.repeat_terminate.enabled, contract.repeat_terminate.ngram_size) == (True, 64)
@@ -236,12 +224,7 @@ def test_the_contract_holds_every_rollout_setting_normalised():
     assert contract.vllm.max_model_len == 16000
 
 
-PACKING = {
-    "packing": True,
-    "packing_buffer": 31,
-    "packing_min_fill_ratio": 0.5,
-    "packing_drop_last": True,
-}
+PACKING = {"packing": True, "packing_buffer": 31, "packing_min_fill_ratio": 0.5, "packing_drop_last": True}
 
 
 def with_packing(**changes):
@@ -290,8 +273,7 @@ def test_old_batch_size_keys_are_refused(key):
 
 @pytest.mark.scenario("R14.S1", "R16.S1", on="pure")
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("post_rollout_pack_scope", "window"), ("rollout_buffer", {"enabled": True, "m_steps": 2})],
+    ("key", "value"), [("post_rollout_pack_scope", "window"), ("rollout_buffer", {"enabled": True, "m_steps": 2})]
 )
 def test_removed_rollout_keys_are_refused(key, value):
     path, message = only_problem(stage2(**{f"rollout_matching__{key}": value}))

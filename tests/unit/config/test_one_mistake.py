@@ -126,7 +126,7 @@ def test_a_setting_under_the_old_section_is_reported_where_it_was_written(tmp_pa
         "!!str [a]",
         "!foo bar",
         "9" * 5000,
-        "[" * 3000,
+        "[" * 1200,
         '"\\uD800"',
         "{? [a] : 1}",
         "{? {a: 1} : 1, ? {b: 1} : 2}",

@@ -5,13 +5,12 @@ import sys
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.config import ConfigError, World, load_settings
 from coordexp.config.yaml_tree import read_document
 from coordexp.launch.plan import LaunchOptions, make_plan
 from coordexp.train.folder import write_run_folder
+from tests.command import run
 
 CONFIG = "configs/stage1.yaml"
 SERVERS = "configs/stage2-server-3v1.yaml"
@@ -69,10 +68,7 @@ def test_settings_have_the_value_and_its_origin():
     assert loaded.settings.training.max_steps == 6
     assert loaded.settings.stage1.pipeline.objective[0].config.desc_ce_weight == 0.5
     assert loaded.origins["training.max_steps"] == "command line (--set training.max_steps)"
-    assert set(loaded.overrides) == {
-        "training.max_steps",
-        "stage1.pipeline.objective[0].config.desc_ce_weight",
-    }
+    assert set(loaded.overrides) == {"training.max_steps", "stage1.pipeline.objective[0].config.desc_ce_weight"}
     assert load().overrides == {}
 
 
@@ -113,19 +109,17 @@ def test_mistakes_of_files_and_of_options_are_reported_together(tmp_path):
 
 
 def test_check_shows_the_origin_and_refuses_a_wrong_option():
-    result = CliRunner().invoke(app, ["check", "--config", CONFIG, "--set", "training.max_steps=6", "--json"])
+    result = run("check", "--config", CONFIG, "--set", "training.max_steps=6", "--json")
     details = json.loads(result.stdout)["details"]
     assert details["settings"]["training"]["max_steps"] == 6
     assert details["origins"]["training.max_steps"] == "command line (--set training.max_steps)"
-    result = CliRunner().invoke(app, ["check", "--config", CONFIG, "--set", "training.max_steps=six"])
-    assert result.exit_code == 2
+    result = run("check", "--config", CONFIG, "--set", "training.max_steps=six", code=2)
     assert "command line (--set training.max_steps)" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "serve", "launch", "plan"])
 def test_every_command_with_a_config_takes_the_option(command):
-    result = CliRunner().invoke(app, [command, "--config", CONFIG, "--set", "training.max_steps=six"])
-    assert result.exit_code == 2
+    result = run(command, "--config", CONFIG, "--set", "training.max_steps=six", code=2)
     assert "command line (--set training.max_steps)" in result.output
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.config import ConfigError, load_settings, schema
 from coordexp.train.run import training_arguments
+from tests.command import run
 
 CONFIGS = sorted(Path("configs").rglob("*.yaml"))
 PART, MIX_IN = Path("configs/base.yaml"), Path("configs/cpu.yaml")
@@ -48,8 +47,8 @@ def test_the_mix_in_turns_a_config_for_gpus_into_one_for_cpus(tmp_path, name):
 @pytest.mark.parametrize(("pixels", "answer"), [(786_432, 350), (1_048_576, 1024)])
 def test_the_config_for_24_gb_fits_on_such_a_gpu(pixels, answer):
     words = ["--size", "4b", "--memory", "24", "--pixels", pixels, "--answer-tokens", answer, "--json"]
-    result = CliRunner().invoke(app, ["plan", "--config", "configs/stage1-lora-24gb.yaml", *map(str, words)])
-    assert result.exit_code == 0 and json.loads(result.stdout)["findings"] == []
+    result = run("plan", "--config", "configs/stage1-lora-24gb.yaml", *words)
+    assert json.loads(result.stdout)["findings"] == []
 
 
 def test_the_configs_of_stage_2_follow_the_recommendations_of_the_results():

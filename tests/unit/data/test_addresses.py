@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import RecordFile
 from coordexp.data.addresses import ImageError, move_address, parse_address
 from coordexp.data.doctor import examine
@@ -24,6 +22,7 @@ from coordexp.rollout.backend import Decode, ImageRef, Request
 from coordexp.rollout.prompt import load_image, open_image
 from coordexp.servers.answering import AllowedImages
 from coordexp.servers.asking import infer_payload
+from tests.command import run
 from tests.unit.data.addressed import pack_tar, pack_tsv, rewrite
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 
@@ -98,8 +97,8 @@ def test_storage_that_does_not_answer_ends_the_doctor_and_clean_and_no_record_is
         clean(file, target, look=read_image_facts)
     assert not target.exists()
     reads = 0
-    result = CliRunner().invoke(app, ["data", "doctor", str(file)])
-    assert result.exit_code == 1 and "did not answer" in result.output and "unreadable" not in result.output
+    result = run("data", "doctor", file, code=1)
+    assert "did not answer" in result.output and "unreadable" not in result.output
 
 
 def test_a_process_that_may_open_no_more_files_says_nothing_about_an_image(planted):
@@ -144,14 +143,11 @@ def test_tools_that_read_files_are_not_given_parts_of_files(planted, tmp_path):
     file = planted.write()
     file = rewrite(file, "packed.jsonl", pack_tar(file).__getitem__)
     for kind in ("yolo", "labelstudio"):
-        result = CliRunner().invoke(app, ["data", "export", kind, str(file), "--out", str(tmp_path / kind)])
-        assert result.exit_code == 1 and "not a file of its own" in result.output, result.output
-    result = CliRunner().invoke(app, ["data", "export", "coco", str(file), "--out", str(tmp_path / "coco.json")])
-    assert result.exit_code == 0, result.output
+        result = run("data", "export", kind, file, "--out", tmp_path / kind, code=1)
+        assert "not a file of its own" in result.output
+    result = run("data", "export", "coco", file, "--out", tmp_path / "coco.json")
     stored = rewrite(file, "stored.jsonl", lambda image: f"s3://bucket/{image}")
-    result = CliRunner().invoke(
-        app, ["data", "export", "coco", str(stored), "--out", str(tmp_path / "stored.json")]
-    )
-    assert result.exit_code == 0 and '"s3://bucket/images.tar#bytes=' in (tmp_path / "stored.json").read_text()
+    result = run("data", "export", "coco", stored, "--out", tmp_path / "stored.json")
+    assert '"s3://bucket/images.tar#bytes=' in (tmp_path / "stored.json").read_text()
     names = [image["file_name"] for image in json.loads(Path(tmp_path / "coco.json").read_text())["images"]]
     assert names[0].startswith("images.tar#bytes=")

@@ -2,11 +2,9 @@
 
 import json
 
-from typer.testing import CliRunner
-
-from coordexp.cli import app
 from coordexp.data.doctor import examine
 from coordexp.data.images import read_image_facts
+from tests.command import run
 from tests.unit.data.sources import write_image
 
 
@@ -17,14 +15,13 @@ def line(image="a.png", objects=(("cat", [8, 6, 24, 18]),), size=(64, 48)):
     )
 
 
-def clean(folder, *lines, more=()):
+def clean(folder, *lines, code=0):
     for name in ("a.png", "b.png"):
         write_image(folder / name)
     (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:30])
     file, target = folder / "train.jsonl", folder / "clean.jsonl"
     file.write_text("".join(f"{text}\n" for text in lines))
-    result = CliRunner().invoke(app, ["data", "clean", str(file), "--out", str(target), *more])
-    return result, target
+    return run("data", "clean", file, "--out", target, code=code), target
 
 
 def test_records_and_objects_with_errors_are_dropped_and_named(tmp_path):
@@ -41,7 +38,6 @@ def test_records_and_objects_with_errors_are_dropped_and_named(tmp_path):
         line("b.png", [("cat", [5, 5, 5, 5])]),
         line("b.png", []),
     )
-    assert result.exit_code == 0, result.output
     lines = target.read_text().splitlines()
     assert lines[0] == good
     assert [json.loads(text)["objects"] for text in lines[1:]] == [[{"desc": "dog", "bbox_2d": [1, 1, 9, 9]}], []]
@@ -54,25 +50,20 @@ def test_records_and_objects_with_errors_are_dropped_and_named(tmp_path):
 
 def test_a_file_that_is_suspect_as_a_whole_is_refused(tmp_path):
     boxes = [line("a.png", [("cat", [20 + k % 9, 20, 8, 9])]) for k in range(30)]
-    result, target = clean(tmp_path, *boxes)
-    assert result.exit_code == 1
+    _, target = clean(tmp_path, *boxes, code=1)
     assert not target.exists() and not (tmp_path / "clean.jsonl.partial").exists()
 
 
 def test_nothing_is_written_if_nothing_would_be_left_or_the_folder_is_another_one(tmp_path):
-    result, target = clean(tmp_path, "{not json")
-    assert result.exit_code == 1
+    _, target = clean(tmp_path, "{not json", code=1)
     assert not target.exists()
     (tmp_path / "other").mkdir()
-    words = ["data", "clean", str(tmp_path / "train.jsonl"), "--out", str(tmp_path / "other/clean.jsonl")]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1
+    run("data", "clean", tmp_path / "train.jsonl", "--out", tmp_path / "other/clean.jsonl", code=1)
 
 
 def test_questions_are_kept_unless_they_cannot_be_used(tmp_path):
     kept = '{"question": "How many?", "answer": "3"}'
-    result, target = clean(tmp_path, kept, '{"question": "How many?", "answer": " "}')
-    assert result.exit_code == 0, result.output
+    _, target = clean(tmp_path, kept, '{"question": "How many?", "answer": " "}')
     assert target.read_text() == f"{kept}\n"
 
 
@@ -87,8 +78,7 @@ def test_a_class_that_lost_an_object_is_neither_exhaustive_nor_asked_for(tmp_pat
             ([lost, twice], {"classes": ["cat"]}),
         )
     ]
-    result, target = clean(tmp_path, *lines)
-    assert result.exit_code == 0, result.output
+    _, target = clean(tmp_path, *lines)
     records = [json.loads(text) for text in target.read_text().splitlines()]
     assert [(record["classes"], record["exhaustive"]) for record in records] == [
         (["dog", "cow"], ["dog", "cow"]),
@@ -99,6 +89,5 @@ def test_a_class_that_lost_an_object_is_neither_exhaustive_nor_asked_for(tmp_pat
 def test_what_is_kept_of_a_record_keeps_its_meta(tmp_path):
     record = json.loads(line("a.png", [("cat", [0, 0, 20, 20]), ("dog", [19, 9, 1, 1])]))
     record["meta"], record["objects"][0]["meta"] = {"source": "x"}, {"score": 1}
-    result, target = clean(tmp_path, json.dumps(record))
-    assert result.exit_code == 0, result.output
+    _, target = clean(tmp_path, json.dumps(record))
     assert json.loads(target.read_text()) == record | {"objects": record["objects"][:1]}

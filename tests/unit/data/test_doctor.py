@@ -11,15 +11,14 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from coordexp.answers.formats import CoordTokenAnswers, NativeAnswers
 from coordexp.answers.segment import count_answer_tokens
-from coordexp.cli import app
 from coordexp.data import ChatRecord, DataError, Record, RecordObject
 from coordexp.data.doctor import KINDS, check_record, examine
 from coordexp.data.doctor.examine import ExampleTokens
 from coordexp.data.images import read_image_facts
+from tests.command import run
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 from tests.unit.data.sources import write_image
 from tests.vocabularies import table
@@ -54,12 +53,7 @@ def examine_planted(planted, **options):
 
 
 def test_clean_data_has_no_findings(planted):
-    report = examine(
-        planted.write(),
-        look=read_image_facts,
-        count_tokens=count_tokens,
-        max_length=1000,
-    )
+    report = examine(planted.write(), look=read_image_facts, count_tokens=count_tokens, max_length=1000)
     assert report.findings == ()
     assert (report.facts.records, report.facts.objects, report.errors) == (40, 160, 0)
 
@@ -293,26 +287,19 @@ def test_a_record_without_an_error_can_be_trained_on(items, space):
         assert len(record.true_objects()) == len(items)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["data", "doctor", *map(str, arguments)])
-
-
 def test_the_command_exits_1_on_errors_only_and_names_the_lines(planted):
-    assert run(planted.write()).exit_code == 0
+    run("data", "doctor", planted.write())
     change_desc("-")(planted)
-    result = run(planted.write())
-    assert result.exit_code == 0
+    run("data", "doctor", planted.write())
     replace_first_box(planted, [40, 10, 20, 30], 3)
-    result = run(planted.write())
-    assert result.exit_code == 1
+    result = run("data", "doctor", planted.write(), code=1)
     assert "train.jsonl:3: " in result.stdout
     assert result.stdout.index("error inverted") < result.stdout.index("warning desc-thin")
 
 
 def test_the_report_as_json_has_findings_classes_and_sizes(planted):
     replace_first_box(planted, [40, 10, 20, 30], 3)
-    result = run(planted.write(), "--json")
-    answer = json.loads(result.stdout)
+    answer = json.loads(run("data", "doctor", planted.write(), "--json", code=1).stdout)
     assert answer["ok"] is False
     (place,) = answer["findings"][0]["places"]
     assert place["line"] == 3
@@ -325,7 +312,7 @@ def test_what_could_steer_a_terminal_is_not_printed(planted):
     planted.rows.insert(0, json.dumps({"\x1b[2J": 1}).replace("\\u001b", "\x1b"))
     planted.rows.insert(0, json.dumps({"\x1b[2J": 1}))
     change_desc("\x1b[2J")(planted)
-    assert "\x1b" not in run(planted.write()).output
+    assert "\x1b" not in run("data", "doctor", planted.write(), code=1).output
 
 
 @pytest.mark.parametrize("processes", [1, 3])

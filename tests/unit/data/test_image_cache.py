@@ -82,7 +82,7 @@ def write_for_ever(folder: Path) -> None:
 
 def test_three_processes_that_are_killed_while_they_write_leave_only_whole_entries(tmp_path):
     context, rng, most = multiprocessing.get_context("fork"), random.Random(0), 0
-    for _ in range(5):
+    for _ in range(3):
         writers = [context.Process(target=write_for_ever, args=(tmp_path,)) for _ in range(3)]
         for writer in writers:
             writer.start()

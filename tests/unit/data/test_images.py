@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data.images import FORMATS, ImageError, read_image_facts, size_problem
 from coordexp.errors import DataError
 from coordexp.pages.cards import explain_missing_image, make_thumbnail
 from coordexp.rollout.prompt import open_image, read_image
 from coordexp.servers.answering import AllowedImages
 from coordexp.servers.protocol import Refusal
+from tests.command import run
 from tests.source import SOURCE
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\n0 0 64 64 rectfill\nshowpage\n%%EOF\n"
@@ -127,8 +126,7 @@ def test_an_eps_is_an_unknown_format_everywhere_and_starts_no_ghostscript(tmp_pa
         with pytest.raises(Refusal, match=problem):
             AllowedImages((tmp_path.resolve(),)).open(source)
     assert explain_missing_image(ImageError(problem)) == f"image not shown: {problem}"
-    run = CliRunner().invoke(app, ["data", "doctor", "--images", "decode", str(record)])
-    assert run.exit_code == 1 and "image-unreadable" in run.output
+    assert "image-unreadable" in run("data", "doctor", "--images", "decode", record, code=1).output
     assert not ghostscript.exists()
 
 
@@ -175,9 +173,9 @@ def test_the_rule_of_the_aspect_ratio_is_that_of_the_image_processor():
 def test_the_doctor_reports_an_image_that_training_would_refuse(tmp_path, images):
     Image.new("RGB", (1000, 2)).save(tmp_path / "a.png")
     record = write_record(tmp_path, "a.png", (1000, 2))
-    run = CliRunner().invoke(app, ["data", "doctor", "--json", "--images", images, str(record)])
-    (finding,) = [finding for finding in json.loads(run.stdout)["findings"] if finding["severity"] == "error"]
-    assert run.exit_code == 1 and finding["subject"] == "image-size"
+    report = json.loads(run("data", "doctor", "--json", "--images", images, record, code=1).stdout)
+    (finding,) = [finding for finding in report["findings"] if finding["severity"] == "error"]
+    assert finding["subject"] == "image-size"
 
 
 def test_pixels_of_an_image_that_is_too_large_are_not_decoded(tmp_path, monkeypatch):

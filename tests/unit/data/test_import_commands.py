@@ -4,15 +4,15 @@ import json
 import os
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import read_records
+from tests.command import run
 from tests.unit.data.sources import annotation, coco, write_image
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["data", "import", *map(str, arguments)])
+def import_coco(source, out, *more, code=0):
+    files = ["--images", source / "images", "--out", out]
+    return run("data", "import", "coco", source / "coco.json", *files, *more, code=code)
 
 
 @pytest.fixture
@@ -24,21 +24,18 @@ def source(tmp_path):
 
 def test_the_counts_are_printed_and_the_file_can_be_trained_on(source):
     out = source / "deep/train.jsonl"
-    result = run("coco", source / "coco.json", "--images", source / "images", "--out", out)
-    assert result.exit_code == 0, result.output
+    result = import_coco(source, out)
     line = next(line for line in result.stdout.splitlines() if line.startswith("dropped"))
     assert line.split()[1] == "1"
     ((_, record),) = read_records(out)
     assert (out.parent / record.image).samefile(source / "images/a.png")
-    assert CliRunner().invoke(app, ["data", "doctor", str(out)]).exit_code == 0
+    run("data", "doctor", out)
 
 
 def test_a_file_that_exists_is_not_overwritten(source):
     out = source / "train.jsonl"
     out.write_text("mine")
-    result = run("coco", source / "coco.json", "--images", source / "images", "--out", out)
-    assert result.exit_code == 1
-    assert "exists" in result.output
+    assert "exists" in import_coco(source, out, code=1).output
     assert out.read_text() == "mine"
 
 
@@ -46,43 +43,37 @@ def test_the_message_names_the_source_and_is_short(source):
     """Also if it is about one image, and if what is wrong there is long."""
     images = [{"id": ["x" * 9000], "file_name": "a.png", "width": 64, "height": 48}]
     (source / "coco.json").write_text(json.dumps(coco([], images)))
-    result = run("coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl")
-    assert result.exit_code == 1
-    assert str(source / "coco.json") in result.output and len(result.output) < 2000
+    shown = import_coco(source, source / "train.jsonl", code=1).output
+    assert str(source / "coco.json") in shown and len(shown) < 2000
 
 
 def test_an_output_behind_a_link_finds_its_images(source):
     (source / "real/place").mkdir(parents=True)
     (source / "link").symlink_to(source / "real/place")
     out = source / "link/train.jsonl"
-    run("coco", source / "coco.json", "--images", source / "images", "--out", out)
+    import_coco(source, out)
     ((_, record),) = read_records(out)
     assert os.path.exists(out.parent / record.image)  # noqa: PTH110  (as the system follows it)
 
 
 def test_an_import_stops_when_most_image_files_do_not_exist(source):
     entries = [{"id": k, "file_name": f"{name}.png", "width": 64, "height": 48} for k, name in enumerate("abc", 1)]
-    words = ["coco", source / "coco.json", "--images", source / "images", "--out", source / "train.jsonl"]
+    out = source / "train.jsonl"
 
     (source / "coco.json").write_text(json.dumps(coco([annotation()], entries[:2])))
-    result = run(*words)  # one of the two files exists
-    assert result.exit_code == 0, result.output
-    (source / "train.jsonl").unlink()
+    import_coco(source, out)  # one of the two files exists
+    out.unlink()
 
     (source / "coco.json").write_text(json.dumps(coco([annotation()], entries)))
-    result = run(*words)
-    assert result.exit_code == 1
-    assert f"{source}/images/b.png" in result.output
-    assert not (source / "train.jsonl").exists()
+    assert f"{source}/images/b.png" in import_coco(source, out, code=1).output
+    assert not out.exists()
 
-    result = run(*words, "--missing", "drop")
-    assert result.exit_code == 1
+    import_coco(source, out, "--missing", "drop", code=1)
     write_image(source / "images/b.png")
-    result = run(*words, "--missing", "drop")
-    assert result.exit_code == 0, result.output
-    assert len(list(read_records(source / "train.jsonl"))) == 2
-    (source / "train.jsonl").unlink()
+    import_coco(source, out, "--missing", "drop")
+    assert len(list(read_records(out))) == 2
+    out.unlink()
     (source / "images/b.png").unlink()
 
-    assert run(*words, "--missing", "keep").exit_code == 0
-    assert len(list(read_records(source / "train.jsonl"))) == 3
+    import_coco(source, out, "--missing", "keep")
+    assert len(list(read_records(out))) == 3

@@ -1,12 +1,11 @@
 """YOLO text files to records."""
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import RecordFile
 from coordexp.data.importers import ImportCounts, find_split, read_yolo
 from coordexp.errors import DataError
+from tests.command import run
 from tests.unit.data.sources import count_reasons, list_shapes, write_and_read, write_image
 
 
@@ -98,8 +97,7 @@ def test_the_folders_of_a_split_are_found_as_ultralytics_finds_them(tmp_path, im
     file.write_text(f"names: [cat]\ntrain: nowhere\n{content}\n")
     assert [path.resolve() for path in find_split(file, "val")] == [tmp_path / labels, tmp_path / images]
     out = tmp_path / "val.jsonl"
-    result = CliRunner().invoke(app, ["data", "import", "yolo", str(file), "--split", "val", "--out", str(out)])
-    assert result.exit_code == 0, result.output
+    run("data", "import", "yolo", file, "--split", "val", "--out", out)
     assert RecordFile(out)[0].objects[0].desc == "cat"
 
 
@@ -110,5 +108,5 @@ def test_a_folder_of_labels_needs_images_and_data_yaml_does_without(folder):
         ["labels", "--images", "images", "--split", "val"],
     ):
         paths = [word if word.startswith("--") or word == "val" else str(folder / word) for word in words]
-        result = CliRunner().invoke(app, ["data", "import", "yolo", *paths, "--out", str(folder / "new.jsonl")])
-        assert result.exit_code == 1 and "--images" in result.output
+        result = run("data", "import", "yolo", *paths, "--out", folder / "new.jsonl", code=1)
+        assert "--images" in result.output

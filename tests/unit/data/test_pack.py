@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from coordexp.data import DataError, Record, RecordFile, RecordObject, pack
+from tests.command import run
 from tests.unit.data.packed import draw
-from tests.unit.data.test_import_packed import import_packed, load, run, run_well
+from tests.unit.data.test_import_packed import import_packed, load
 
 
 def write_set(folder, count=23):
@@ -40,10 +41,10 @@ def test_a_webdataset_has_the_same_records_and_images_in_a_random_order_that_the
     monkeypatch.setattr(pack, "PER_SHARD", 5)
     monkeypatch.setattr(pack, "AHEAD", 3)
     file = write_set(tmp_path)
-    run_well("data", "export", "webdataset", file, "--out", tmp_path / "one")
+    run("data", "export", "webdataset", file, "--out", tmp_path / "one")
     for number in (2, 0, 1):
-        run_well("data", "export", "webdataset", file, "--out", tmp_path / "two", "--shard", f"{number}/3")
-    run_well("data", "export", "webdataset", file, "--out", tmp_path / "other", "--seed", "1")
+        run("data", "export", "webdataset", file, "--out", tmp_path / "two", "--shard", f"{number}/3")
+    run("data", "export", "webdataset", file, "--out", tmp_path / "other", "--seed", "1")
     names = sorted(path.name for path in (tmp_path / "one").glob("*.tar"))
     assert len(names) == 5
     assert [(tmp_path / "one" / name).read_bytes() for name in names] == [
@@ -51,7 +52,7 @@ def test_a_webdataset_has_the_same_records_and_images_in_a_random_order_that_the
     ]
     orders = []
     for folder in ("one", "other"):
-        run_well("shards", "merge", tmp_path / folder, "--out", tmp_path / f"{folder}.jsonl")
+        run("shards", "merge", tmp_path / folder, "--out", tmp_path / f"{folder}.jsonl")
         loaded = load(tmp_path / f"{folder}.jsonl")
         assert by_id(loaded) == by_id(load(file))
         orders.append([record.image_id for record, _ in loaded])
@@ -67,16 +68,16 @@ def test_a_webdataset_has_the_same_records_and_images_in_a_random_order_that_the
 def test_an_image_that_cannot_be_read_ends_an_export_and_nothing_of_its_shard_is_finished(tmp_path):
     file = write_set(tmp_path, 4)
     (tmp_path / "2.img").write_bytes(b"torn")
-    failed = run("data", "export", "webdataset", file, "--out", tmp_path / "out")
-    assert failed.exit_code == 1 and "2.img" in failed.output and "clean" in failed.output
+    failed = run("data", "export", "webdataset", file, "--out", tmp_path / "out", code=1)
+    assert "2.img" in failed.output and "clean" in failed.output
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shards.lock"]
     (tmp_path / "2.img").write_bytes(draw(2))
-    run_well("data", "export", "webdataset", file, "--out", tmp_path / "out")
+    run("data", "export", "webdataset", file, "--out", tmp_path / "out")
 
 
 def test_an_export_to_another_format_is_not_taken_for_finished(tmp_path):
     file = write_set(tmp_path, 1)
-    run_well("data", "export", "webdataset", file, "--out", tmp_path / "out")
+    run("data", "export", "webdataset", file, "--out", tmp_path / "out")
     other = pack.ExportJob("parquet", RecordFile(file), tmp_path / "out")
     with pytest.raises(DataError, match="another command and another format"):
         other(0)
@@ -91,12 +92,12 @@ def test_a_photo_with_further_images_in_it_is_a_jpeg():
 
 def test_parquet_says_which_package_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "importers" in path or "lib/python" in path])
-    failed = run("data", "export", "parquet", write_set(tmp_path, 1), "--out", tmp_path / "out")
-    assert failed.exit_code == 1 and "pip install pyarrow" in failed.output
+    failed = run("data", "export", "parquet", write_set(tmp_path, 1), "--out", tmp_path / "out", code=1)
+    assert "pip install pyarrow" in failed.output
 
 
 def test_records_of_an_export_can_be_trained_on_before_they_are_joined(tmp_path):
-    run_well("data", "export", "webdataset", write_set(tmp_path, 3), "--out", tmp_path / "out")
+    run("data", "export", "webdataset", write_set(tmp_path, 3), "--out", tmp_path / "out")
     (file,) = (tmp_path / "out").glob("*.records.jsonl")
     assert len(RecordFile(file)) == 3
     manifest = json.loads((tmp_path / "out/00000-of-00001.json").read_text())

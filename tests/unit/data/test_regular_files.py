@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import RecordFile
 from coordexp.data.doctor.clean import clean
 from coordexp.data.images import read_image_facts
@@ -25,6 +23,7 @@ from coordexp.rollout.backend import ImageRef
 from coordexp.rollout.prompt import load_image
 from coordexp.servers.answering import AllowedImages
 from coordexp.servers.protocol import Refusal
+from tests.command import run
 
 REASON = "not a regular file"
 pytestmark = pytest.mark.timeout(60)
@@ -66,18 +65,12 @@ def write_record(folder: Path, image: str) -> Path:
     return file
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
 @pytest.mark.parametrize("images", ["head", "decode"])
 def test_the_doctor_reports_an_image_that_is_no_file_and_ends(tmp_path, odd, images):
     odd("a.png")
-    code, output = run("data", "doctor", "--json", "--images", images, write_record(tmp_path, "a.png"))
-    findings = {finding["subject"]: finding for finding in json.loads(output[output.index("{") :])["findings"]}
-    assert code == 1 and findings.keys() == {"image-unreadable"}
+    result = run("data", "doctor", "--json", "--images", images, write_record(tmp_path, "a.png"), code=1)
+    findings = {finding["subject"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert findings.keys() == {"image-unreadable"}
     assert findings["image-unreadable"]["places"][0]["detail"] == f"'a.png': {REASON}"
 
 
@@ -117,23 +110,23 @@ def test_records_are_not_read_from_what_is_no_file(tmp_path, odd):
         assert str(file) in str(raised.value) and raised.value.fix
     assert not other.exists()
     if not file.is_dir():  # which the parser of the command line refuses
-        code, output = run("data", "doctor", file)
-        assert code == 1 and f"{file}: {REASON}" in " ".join(output.split())
+        assert f"{file}: {REASON}" in " ".join(run("data", "doctor", file, code=1).output.split())
 
 
 @pytest.mark.parametrize("kind", ["coco", "lvis", "labelstudio"])
 def test_annotations_are_not_read_from_what_is_no_file(tmp_path, odd, kind):
     file = odd("annotations.json")
-    code, output = run("data", "import", kind, file, "--images", tmp_path, "--out", tmp_path / "new.jsonl")
-    assert code != 0 and (file.is_dir() or REASON in output)
+    words = ["data", "import", kind, file, "--images", tmp_path, "--out", tmp_path / "new.jsonl"]
+    assert file.is_dir() or REASON in run(*words, code=1).output
 
 
 def test_labels_and_names_are_not_read_from_what_is_no_file(tmp_path, odd):
     odd("labels/a.json")
     labels, names = tmp_path / "labels", odd("names.yaml")
-    code, output = run("data", "import", "labelme", labels, "--out", tmp_path / "new.jsonl")
-    assert code == 0 and "dropped" in output and "0 images" in output
+    output = run("data", "import", "labelme", labels, "--out", tmp_path / "new.jsonl").output
+    assert "dropped" in output and "0 images" in output
     Image.new("RGB", (64, 64)).save(labels / "a.png")
     yolo = ("yolo", labels, "--images", labels, "--names", names)
-    code, output = run("data", "import", *yolo, "--out", tmp_path / "more.jsonl")
-    assert code != 0 and (names.is_dir() or REASON in output)
+    assert (
+        names.is_dir() or REASON in run("data", "import", *yolo, "--out", tmp_path / "more.jsonl", code=1).output
+    )

@@ -65,10 +65,6 @@ def test_a_survey_tells_finished_shards_from_those_that_were_begun_and_those_tha
     assert (known.count, set(known.finished), known.begun, known.missing) == (3, {2}, {0}, [0, 1])
 
 
-def spoil_nothing(folder):
-    pass
-
-
 def lose_a_shard(folder):
     manifest_path(folder, Shard(1, 3)).unlink()
 
@@ -93,17 +89,17 @@ def tear_a_manifest(folder):
     manifest_path(folder, Shard(1, 3)).write_text('{"command": "pre')
 
 
-@pytest.mark.parametrize(
-    ("spoil", "named"),
-    [
-        (lose_a_shard, "not finished: 1"),
-        (add_one_of_another_job, "with 3 and with 4 shards"),
-        (replace_one_by_that_of_another_request, "00001-of-00003.json"),
-        (change_a_result, "00001-of-00003.answers.jsonl"),
-        (lose_a_result, "00001-of-00003.answers.jsonl"),
-        (tear_a_manifest, "00001-of-00003.json"),
-    ],
-)
+SPOILT = {
+    lose_a_shard: "not finished: 1",
+    add_one_of_another_job: "with 3 and with 4 shards",
+    replace_one_by_that_of_another_request: "00001-of-00003.json",
+    change_a_result: "00001-of-00003.answers.jsonl",
+    lose_a_result: "00001-of-00003.answers.jsonl",
+    tear_a_manifest: "00001-of-00003.json",
+}
+
+
+@pytest.mark.parametrize(("spoil", "named"), SPOILT.items())
 def test_results_that_do_not_belong_together_are_refused_by_name(tmp_path, spoil, named):
     for number in range(3):
         write_shard(tmp_path, number)

@@ -3,10 +3,8 @@
 import hashlib
 import random
 
-from typer.testing import CliRunner
-
-from coordexp.cli import app
 from coordexp.data import Record, RecordObject, read_records
+from tests.command import run
 from tests.unit.data.test_export import write_records
 
 COMMON, RARE = ["person", "car", "tree"], ["otter", "harp"]
@@ -30,8 +28,8 @@ def make_file(folder, count=400):
     return write_records(folder / "all.jsonl", records)
 
 
-def split(file, *words):
-    result = CliRunner().invoke(app, ["data", "split", str(file), *map(str, words)])
+def split(file, *words, code=0):
+    result = run("data", "split", file, *words, code=code)
     return result, file.with_name("all.train.jsonl"), file.with_name("all.val.jsonl")
 
 
@@ -41,8 +39,7 @@ def descs(file):
 
 def test_every_class_gives_its_share_and_no_record_is_lost(tmp_path):
     file = make_file(tmp_path)
-    result, train, val = split(file, "--val", 0.1)
-    assert result.exit_code == 0, result.output
+    _, train, val = split(file, "--val", 0.1)
     lines = file.read_text().splitlines()
     both = [train.read_text().splitlines(), val.read_text().splitlines()]
     assert [len(part) for part in both] == [360, 40]
@@ -82,8 +79,7 @@ def test_records_with_the_same_image_stay_together(tmp_path):
 
 def test_records_of_one_image_cannot_be_divided(tmp_path):
     file = write_records(tmp_path / "all.jsonl", [record(0, ["car"]) for _ in range(10)])
-    result, train, val = split(file, "--val", 0.2)
-    assert result.exit_code == 1
+    _, train, val = split(file, "--val", 0.2, code=1)
     assert not train.exists() and not val.exists()
 
 
@@ -91,8 +87,7 @@ def test_questions_are_divided_too(tmp_path):
     file = tmp_path / "all.jsonl"
     lines = [f'{{"question": "What is {k}?", "answer": "{k}"}}' for k in range(100)]
     file.write_text("\n".join(lines) + "\n")
-    result, train, val = split(file, "--val", 0.1)
-    assert result.exit_code == 0, result.output
+    _, train, val = split(file, "--val", 0.1)
     assert len(val.read_text().splitlines()) == 10
     assert sorted((train.read_text() + val.read_text()).splitlines()) == sorted(lines)
 

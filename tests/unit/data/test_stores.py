@@ -10,9 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import RecordFile, parse_any_record, stores
 from coordexp.data.addresses import ImageError, parse_address
 from coordexp.data.doctor import examine
@@ -26,6 +24,7 @@ from coordexp.rollout.prompt import load_image, open_image
 from coordexp.servers.answering import AllowedImages
 from coordexp.servers.asking import infer_payload
 from coordexp.servers.protocol import Refusal
+from tests.command import run
 from tests.http_store import http_store
 from tests.unit.data.addressed import pack_tar, pack_tsv, rewrite
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
@@ -115,8 +114,8 @@ def test_no_image_is_called_broken_because_of_its_store(planted, store, tmp_path
             call()
         assert url.rpartition("/")[0] in error.value.problem and error.value.fix
     assert not (tmp_path / "clean.jsonl").exists()
-    result = CliRunner().invoke(app, ["data", "doctor", str(file)])
-    assert result.exit_code == 1 and "the store" in result.output and "unreadable" not in result.output
+    result = run("data", "doctor", file, code=1)
+    assert "the store" in result.output and "unreadable" not in result.output
 
 
 def test_an_object_that_is_missing_or_ends_early_is_a_broken_image(planted, store):
@@ -188,8 +187,8 @@ def test_a_url_that_is_no_object_of_a_store_is_refused_and_nothing_of_it_is_show
         AllowedImages((tmp_path,)).open(url)
     assert refusal.value.status == 400 and "hidden" not in str(refusal.value)
     (tmp_path / "hostile.jsonl").write_text(f"{line}\n")
-    result = CliRunner().invoke(app, ["data", "doctor", "--json", str(tmp_path / "hostile.jsonl")])
-    assert result.exit_code == 1 and "broken-line" in result.output and "hidden" not in result.output
+    result = run("data", "doctor", "--json", tmp_path / "hostile.jsonl", code=1)
+    assert "broken-line" in result.output and "hidden" not in result.output
     assert store.requests == []
 
 

@@ -5,23 +5,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import read_records
 from coordexp.data.thin import thin
 from coordexp.errors import UserError
 from coordexp.tasks import ignore
+from tests.command import run
 
 SIZES = (20, 200)
 
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
-    """A file with 600 images of 1 to 20 objects of five classes, small and large."""
+    """A file with 200 images of 1 to 20 objects of five classes, small and large."""
     file, draw = tmp_path_factory.mktemp("scenes") / "all.jsonl", np.random.default_rng(3)
     lines = []
-    for number in range(600):
+    for number in range(200):
         objects = []
         for _ in range(int(draw.integers(1, 21))):
             x, y, size = *draw.integers(0, 700, 2).tolist(), SIZES[int(draw.integers(2))]
@@ -36,7 +35,7 @@ def read(file):
     return [record for _, record in read_records(file)]
 
 
-def run(file, by="object", share=0.5, seed=0):
+def thin_by(file, by="object", share=0.5, seed=0):
     target = file.with_name(f"{by}-{share}-{seed}.jsonl")
     thin(file, target, share, by, seed, ignore)
     return read(target)
@@ -50,7 +49,7 @@ def labelled_share(before, after, choose):
 @pytest.mark.parametrize("by", ["object", "class", "size", "crowd"])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
 def test_about_this_share_is_removed_and_every_image_keeps_a_label(scenes, by, share):
-    before, after = read(scenes), run(scenes, by, share)
+    before, after = read(scenes), thin_by(scenes, by, share)
     assert labelled_share(before, after, lambda _: True) == pytest.approx(1 - share, abs=0.06)
     for record, thinned in zip(before, after, strict=True):
         assert thinned.image == record.image
@@ -62,7 +61,7 @@ def test_about_this_share_is_removed_and_every_image_keeps_a_label(scenes, by, s
 
 
 def test_by_size_small_objects_lose_most_labels_and_by_crowd_those_in_full_images(scenes):
-    before, after = read(scenes), run(scenes, "size")
+    before, after = read(scenes), thin_by(scenes, "size")
     small, large = [
         labelled_share(before, after, lambda item, size=size: item.coords[2] - item.coords[0] == size)
         for size in SIZES
@@ -70,7 +69,7 @@ def test_by_size_small_objects_lose_most_labels_and_by_crowd_those_in_full_image
     assert small == pytest.approx(0.15, abs=0.06)
     assert large == pytest.approx(0.85, abs=0.06)
     counts = np.array(
-        [[len(a.objects), len(b.objects)] for a, b in zip(before, run(scenes, "crowd"), strict=True)]
+        [[len(a.objects), len(b.objects)] for a, b in zip(before, thin_by(scenes, "crowd"), strict=True)]
     )
     full = counts[:, 0] > 15
     shares = [counts[where, 1].sum() / counts[where, 0].sum() for where in (full, ~full)]
@@ -78,13 +77,13 @@ def test_by_size_small_objects_lose_most_labels_and_by_crowd_those_in_full_image
 
 
 def test_by_class_an_image_has_all_labels_of_a_class_or_none(scenes):
-    for record, thinned in zip(read(scenes), run(scenes, "class"), strict=True):
+    for record, thinned in zip(read(scenes), thin_by(scenes, "class"), strict=True):
         kept = {item.desc for item in thinned.objects}
         assert [item for item in record.objects if item.desc in kept] == list(thinned.objects)
 
 
 def test_the_seed_decides(scenes):
-    assert run(scenes, seed=1) == run(scenes, seed=1) != run(scenes, seed=2)
+    assert thin_by(scenes, seed=1) == thin_by(scenes, seed=1) != thin_by(scenes, seed=2)
 
 
 def test_a_class_without_a_label_is_not_asked_for_and_what_is_asked_for_keeps_one(tmp_path):
@@ -111,9 +110,8 @@ def test_a_file_of_which_no_label_can_be_removed_is_not_written(tmp_path):
 
 def test_the_command_says_how_many_labels_it_removed(scenes):
     target = scenes.with_name("thin.jsonl")
-    result = CliRunner().invoke(app, ["data", "thin", str(scenes), "--remove", "0.5", "--out", str(target)])
-    assert result.exit_code == 0
+    result = run("data", "thin", scenes, "--remove", "0.5", "--out", target)
     left = sum(len(record.objects) for record in read(target))
     total = sum(len(record.objects) for record in read(scenes))
     assert f"{total - left:,} of {total:,}" in result.output
-    assert CliRunner().invoke(app, ["data", "thin", str(scenes), "--remove", "1", "--out", "x"]).exit_code == 1
+    run("data", "thin", scenes, "--remove", "1", "--out", "x", code=1)

@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.data import read_any_records, read_records
 from coordexp.demo.scenes import COLOURS, COMMON, RARE, SceneSettings, draw_scenes, write_scenes
+from tests.command import run
 
 RICH = SceneSettings(side=96, objects=(1, 30), empty=0.1, rare=0.1, polygons=0.5, rotated=0.5, overlap=0.4)
 
@@ -76,8 +75,7 @@ def test_classes_can_be_shapes_or_colours_alone(tmp_path, names, classes):
 
 def test_the_doctor_finds_no_fault_in_scenes(tmp_path):
     folder = write_rich_scenes(tmp_path / "scenes", SceneSettings(objects=(1, 4)))
-    result = CliRunner().invoke(app, ["data", "doctor", str(folder / "train.jsonl"), "--json"])
-    assert result.exit_code == 0, result.output
+    result = run("data", "doctor", folder / "train.jsonl", "--json")
     assert not [finding for finding in json.loads(result.stdout)["findings"] if finding["severity"] == "error"]
 
 

@@ -4,6 +4,8 @@ import random
 from typing import Any
 
 from pycocotools import mask as rle
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
 from coordexp.data import Record, RecordObject
 from coordexp.evaluate import AnswerObject, ImageAnswer
@@ -51,6 +53,15 @@ def crowd(seed, images=12, classes=("cat", "cup", "dog"), shapes=("bbox_2d",), t
         scored = [prediction(desc, bins, round(rng.random(), 1 if ties else 6)) for desc, bins in predicted]
         answers.append(answer(*scored, image_id=image_id, image=name))
     return truth, answers
+
+
+def run_pycocotools(truth: COCO, results, kind="bbox") -> COCOeval:
+    """Return what pycocotools finds: its `stats` are the twelve numbers of COCO."""
+    evaluation = COCOeval(truth, truth.loadRes(results), kind)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation
 
 
 def masks_alone(results, truth) -> list[dict[str, Any]]:

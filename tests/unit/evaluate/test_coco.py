@@ -1,33 +1,25 @@
 """AP and AR are COCO's: pycocotools, on the files that we write, gives the same twelve numbers."""
 
-import contextlib
-import io
 import json
 
 import numpy as np
 import pytest
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from coordexp.evaluate import evaluate, write_predictions
 from coordexp.evaluate.comparison import compare_images
 from coordexp.evaluate.report import NAMES, coco_truth
-from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, masks_alone, prediction, record
+from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, masks_alone, prediction, record, run_pycocotools
 
 
-def run_pycocotools(truth, answers, kind, folder):
+def evaluate_file(truth, answers, kind, folder):
     """Return the evaluation that pycocotools makes from preds.json, or from its masks alone."""
     write_predictions(folder / "preds.json", answers, truth)
     results = json.loads((folder / "preds.json").read_text())
-    with contextlib.redirect_stdout(io.StringIO()):
-        dataset = COCO()
-        dataset.dataset = coco_truth(compare_images(truth, answers))
-        dataset.createIndex()
-        run = COCOeval(dataset, dataset.loadRes(results if kind == "bbox" else masks_alone(results, truth)), kind)
-        run.evaluate()
-        run.accumulate()
-        run.summarize()
-    return run
+    dataset = COCO()
+    dataset.dataset = coco_truth(compare_images(truth, answers))
+    dataset.createIndex()
+    return run_pycocotools(dataset, results if kind == "bbox" else masks_alone(results, truth), kind)
 
 
 def twelve_numbers(scores):
@@ -38,7 +30,7 @@ def twelve_numbers(scores):
 @pytest.mark.parametrize("seed", range(6))
 def test_all_twelve_box_numbers_are_those_of_pycocotools(seed, ties, tmp_path):
     truth, answers = crowd(seed, ties=ties)
-    expected = run_pycocotools(truth, answers, "bbox", tmp_path).stats
+    expected = evaluate_file(truth, answers, "bbox", tmp_path).stats
     np.testing.assert_allclose(twelve_numbers(evaluate(truth, answers).boxes), expected, atol=1e-6, rtol=0)
     assert 0.05 < expected[0] < 0.95
 
@@ -46,7 +38,7 @@ def test_all_twelve_box_numbers_are_those_of_pycocotools(seed, ties, tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_all_twelve_mask_numbers_are_those_of_pycocotools(seed, tmp_path):
     truth, answers = crowd(seed, shapes=("bbox_2d", "poly"))
-    expected = run_pycocotools(truth, answers, "segm", tmp_path).stats
+    expected = evaluate_file(truth, answers, "segm", tmp_path).stats
     report = evaluate(truth, answers)
     np.testing.assert_allclose(twelve_numbers(report.masks), expected, atol=1e-6, rtol=0)
     assert report.metrics()["mask_ap"] != report.metrics()["ap"]
@@ -54,7 +46,7 @@ def test_all_twelve_mask_numbers_are_those_of_pycocotools(seed, tmp_path):
 
 def test_the_ap_of_each_class_is_that_of_pycocotools(tmp_path):
     truth, answers = crowd(1)
-    precision = run_pycocotools(truth, answers, "bbox", tmp_path).eval["precision"]
+    precision = evaluate_file(truth, answers, "bbox", tmp_path).eval["precision"]
     classes = evaluate(truth, answers).boxes.classes
     assert list(classes) == ["cat", "cup", "dog"]
     for k, value in enumerate(classes.values()):
@@ -64,7 +56,7 @@ def test_the_ap_of_each_class_is_that_of_pycocotools(tmp_path):
 def test_more_than_a_hundred_detections_are_cut_as_coco_cuts_them(tmp_path):
     many = answer(*[prediction("cat", (k, 0, k + 50, 90), 0.9 - k / 1000) for k in range(150)])
     truth = [(1, record(("cat", (140, 0, 190, 90))))]
-    expected = run_pycocotools(truth, [many], "bbox", tmp_path).stats
+    expected = evaluate_file(truth, [many], "bbox", tmp_path).stats
     np.testing.assert_allclose(twelve_numbers(evaluate(truth, [many]).boxes), expected, atol=1e-6, rtol=0)
 
 

@@ -6,16 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.evaluate import evaluate, write_predictions
+from tests.command import run
 from tests.unit.evaluate.scenes import BOX, FAR, answer, crowd, prediction, record
 
 
-def run(folder, *more):
-    files = ["--data", str(folder / "val.jsonl"), "--preds", str(folder / "preds.json")]
-    return CliRunner().invoke(app, ["evaluate", *files, *more])
+def show(folder, *more, code=0):
+    return run("evaluate", "--data", folder / "val.jsonl", "--preds", folder / "preds.json", *more, code=code)
 
 
 def write(folder, truth, answers):
@@ -29,15 +27,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def numbers(folder, *more):
-    result = run(folder, "--out", str(folder / "new/report.json"), *more)
-    assert result.exit_code == 0, result.output
-    return json.loads((folder / "new/report.json").read_text())
-
-
 def test_the_table_shows_the_numbers_of_the_report(folder):
-    result = run(folder)
-    assert result.exit_code == 0
+    result = show(folder)
     truth, answers = crowd(2)
     metrics = evaluate(truth, answers).metrics()
     rows = {line[:16].strip(): line[16:].split() for line in result.stdout.splitlines()}
@@ -48,7 +39,8 @@ def test_the_table_shows_the_numbers_of_the_report(folder):
 
 
 def test_the_json_has_every_number_with_its_counts(folder):
-    report = numbers(folder)
+    show(folder, "--out", folder / "new/report.json")
+    report = json.loads((folder / "new/report.json").read_text())
     truth, answers = crowd(2)
     assert report["numbers"] == evaluate(truth, answers).metrics()
     rate = report["behaviour"]["duplicates"]
@@ -59,33 +51,28 @@ def test_the_json_has_every_number_with_its_counts(folder):
 
 
 def test_a_page_is_written_without_a_single_image_on_disk(folder):
-    assert run(folder, "--page", str(folder / "page.html"), "--images", "3").exit_code == 0
+    show(folder, "--page", folder / "page.html", "--images", 3)
     assert (folder / "page.html").read_text().count("<article") == 3
-
-
-def refusal(folder, *more):
-    result = run(folder, *more)
-    assert result.exit_code == 1, result.output
-    return result.output
 
 
 def test_images_without_an_answer_are_refused(tmp_path):
     truth = [(1, record(("cat", BOX))), (2, record(("cat", FAR))), (3, record(("dog", FAR)))]
     write(tmp_path, truth, [answer(prediction("cat", BOX))])
-    assert "(2, 3)" in refusal(tmp_path)
+    assert "(2, 3)" in show(tmp_path, code=1).output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("coordexp.cli", "{'hotcoco', 'numpy', 'PIL'}"),
+        ("coordexp.config, coordexp.cli", "{'torch', 'transformers', 'vllm', 'hotcoco', 'numpy', 'PIL'}"),
         ("coordexp.pages.report", "{'torch', 'transformers', 'hotcoco', 'scipy', 'PIL'}"),
         ("coordexp.objective", "{'torch', 'transformers'}"),
         ("coordexp; coordexp.Detector, coordexp.Detections", "{'torch', 'PIL', 'transformers', 'httpx'}"),
         (
             "coordexp.data.doctor, coordexp.data.importers, coordexp.data.images, coordexp.pages.records, "
-            "coordexp.pages.live, coordexp.pages.evaluation, coordexp.doctor",
+            "coordexp.pages.live, coordexp.pages.evaluation, coordexp.doctor, coordexp.servers.protocol, "
+            "coordexp.servers.pool",
             "{'torch', 'transformers'}",
         ),
     ],

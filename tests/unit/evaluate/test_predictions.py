@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from coordexp.data import RecordFile
 from coordexp.detect.predicting import UnfinishedPredictions
@@ -15,7 +14,7 @@ from coordexp.evaluate.answer import NO_IMAGE, drop_duplicates
 from coordexp.evaluate.behaviour import Rate
 from coordexp.evaluate.predictions import category_ids
 from tests.unit.data.sources import coco, import_coco
-from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record
+from tests.unit.evaluate.scenes import BOX, FAR, answer, invalid_object, prediction, record, run_pycocotools
 
 POLY = (10, 20, 110, 20, 60, 220)
 TRUTH = [
@@ -99,10 +98,7 @@ def test_pycocotools_finds_predictions_in_the_coco_file_that_was_imported(tmp_pa
         (4900, 90),
     ]
     original = COCO(str(tmp_path / "source.json"))
-    scores = COCOeval(original, original.loadRes([d for d in detections if d["category_id"] != 91]), "bbox")
-    scores.evaluate()
-    scores.accumulate()
-    scores.summarize()
+    scores = run_pycocotools(original, [d for d in detections if d["category_id"] != 91])
     assert scores.stats[1] == pytest.approx(1.0)
     assert read_predictions(tmp_path / "preds.json", truth) == tuple(answers)
     assert evaluate(truth, answers).metrics()["ap_50"] == pytest.approx(1.0)

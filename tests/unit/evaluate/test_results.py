@@ -1,7 +1,5 @@
 """COCO results of other detectors have the numbers of pycocotools, and of our own predictions with answers."""
 
-import contextlib
-import io
 import json
 import random
 from dataclasses import replace
@@ -10,20 +8,13 @@ import numpy as np
 import pytest
 from pycocotools import mask as rle
 from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.errors import DataError
 from coordexp.evaluate import evaluate, evaluate_results, read_results, write_predictions
 from coordexp.evaluate.behaviour import DEFINITIONS, NEED_TEXT
-from tests.unit.evaluate.scenes import BOX, FAR, crowd, masks_alone, record
+from tests.command import run
+from tests.unit.evaluate.scenes import BOX, FAR, crowd, masks_alone, record, run_pycocotools
 from tests.unit.evaluate.test_coco import twelve_numbers
-
-
-def run(folder, *more):
-    words = ["--data", folder / "val.jsonl", "--preds", folder / "results.json", *more]
-    return CliRunner().invoke(app, ["evaluate", *map(str, words)])
 
 
 def write(folder, truth, results):
@@ -48,17 +39,9 @@ def detect(truth, seed, segmentation=None):
     return results
 
 
-def run_pycocotools(folder, results, kind, lines=()):
-    words = ["data", "export", "coco", str(folder / "val.jsonl"), "--out", str(folder / "truth.json")]
-    assert CliRunner().invoke(app, words).exit_code == 0
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(folder / "truth.json")
-        results = results if kind == "bbox" else masks_alone(results, lines)
-        evaluation = COCOeval(truth, truth.loadRes(results), kind)
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return evaluation.stats
+def twelve_of_pycocotools(folder, results, kind="bbox"):
+    run("data", "export", "coco", folder / "val.jsonl", "--out", folder / "truth.json")
+    return run_pycocotools(COCO(folder / "truth.json"), results, kind).stats
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,7 +50,7 @@ def test_the_numbers_of_another_detector_are_those_of_pycocotools_on_the_exporte
     results = detect(truth, seed)
     write(tmp_path, truth, results)
     report = evaluate_results(truth, read_results(tmp_path / "results.json", truth))
-    expected = run_pycocotools(tmp_path, results, "bbox")
+    expected = twelve_of_pycocotools(tmp_path, results)
     np.testing.assert_allclose(twelve_numbers(report.boxes), expected, atol=1e-6, rtol=0)
     assert 0.05 < expected[0] < 0.95
 
@@ -98,11 +81,12 @@ def test_masks_of_another_detector_give_the_numbers_of_pycocotools(tmp_path, seg
     results = detect(truth, 1, segmentation)
     write(tmp_path, truth, results)
     report = evaluate_results(truth, read_results(tmp_path / "results.json", truth))
-    expected = run_pycocotools(tmp_path, json.loads((tmp_path / "results.json").read_text()), "segm", truth)
+    masks = masks_alone(json.loads((tmp_path / "results.json").read_text()), truth)
+    expected = twelve_of_pycocotools(tmp_path, masks, "segm")
     np.testing.assert_allclose(twelve_numbers(report.masks), expected, atol=1e-6, rtol=0)
     (tmp_path / "truth.json").unlink()
     boxes = [{name: value for name, value in result.items() if name != "segmentation"} for result in results]
-    expected = run_pycocotools(tmp_path, boxes, "bbox")
+    expected = twelve_of_pycocotools(tmp_path, boxes)
     np.testing.assert_allclose(twelve_numbers(report.boxes), expected, atol=1e-6, rtol=0)
 
 
@@ -122,8 +106,8 @@ def test_our_own_predictions_without_their_answers_have_the_same_numbers_but_tho
 def test_the_command_shows_what_is_not_available(tmp_path):
     truth, _ = crowd(0)
     write(tmp_path, truth, detect(truth, 0))
-    result = run(tmp_path, "--page", tmp_path / "page.html", "--out", tmp_path / "report.json")
-    assert result.exit_code == 0, result.output
+    files = ["--data", tmp_path / "val.jsonl", "--preds", tmp_path / "results.json"]
+    result = run("evaluate", *files, "--page", tmp_path / "page.html", "--out", tmp_path / "report.json")
     for name in DEFINITIONS:
         (row,) = [line for line in result.stdout.splitlines() if line.startswith(name.replace("_", " "))]
         assert ("not available" in row) == (name in NEED_TEXT)

@@ -5,16 +5,15 @@ import re
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app
+import coordexp.train.run
 from coordexp.cli import launch as launcher
 from coordexp.config import RolloutContract
 from coordexp.data import TrueObject
 from coordexp.demo.model import Size, make_model
 from coordexp.launch import preflight
-from coordexp.train import run
 from tests import source
+from tests.command import run
 from tests.scripted import write_training_set
 from tests.unit.answers.conftest import box
 from tests.unit.config.trees import stage2
@@ -83,7 +82,7 @@ def trainer_gets(monkeypatch):
         arguments.update(options)
         raise InterruptedError
 
-    monkeypatch.setattr(run, "RowTrainer", trainer)
+    monkeypatch.setattr(coordexp.train.run, "RowTrainer", trainer)
     return arguments
 
 
@@ -91,11 +90,10 @@ def trainer_gets(monkeypatch):
 def test_the_launchers_preflight_and_the_trainer_it_starts_see_the_same_contract(
     config, preflight_sees, trainer_gets
 ):
-    launched = CliRunner().invoke(app, ["launch", "--config", str(config), "--cpu", "--check-only"])
-    assert launched.exit_code == 0, launched.output
+    run("launch", "--config", config, "--cpu", "--check-only")
     _, plan = preflight_sees["make_plan"]
     assert plan.learner.command[1:3] == ("-m", "coordexp")
-    CliRunner().invoke(app, list(plan.learner.command[3:]), env=dict(plan.learner.env))
+    run(*plan.learner.command[3:], env=dict(plan.learner.env), code=1)
     contract = trainer_gets["steps"].rollout_matching_cfg
     assert type(contract) is RolloutContract
     assert set(preflight_sees) == {"make_plan", "model_problems", "port_problems", "memory_problems"}

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.cli.plan import load_for_gpus
 from coordexp.errors import UserError
 from coordexp.launch.memory import (
@@ -25,8 +23,10 @@ from coordexp.launch.memory import (
 )
 from coordexp.objective.split import PROJECTED
 from coordexp.shapes import PUBLISHED, count_parameters
+from tests.command import run
 
 COLOCATE, SERVERS = Path("configs/stage2-colocate.yaml"), Path("configs/stage2-server-3v1.yaml")
+
 UTILIZATION = "rollout_matching.vllm.gpu_memory_utilization"
 FULL = RowSize(tokens=16000, image_tokens=11000, supervised=4000)
 
@@ -35,10 +35,6 @@ def plan(config, size, gpus, memory, *overrides):
     """Return the use of the GPUs and the findings, with some settings changed."""
     settings = load_for_gpus(config, gpus, overrides)
     return plan_memory(settings, Model.published(size), SampleSize(), gpus, memory * GIB)
-
-
-def run(*words):
-    return CliRunner().invoke(app, ["plan", *map(str, words)])
 
 
 def test_several_learners_add_buckets_and_fsdp_divides():
@@ -127,8 +123,7 @@ def test_rollouts_with_transformers_need_a_cache_that_may_be_larger_than_a_step(
 
 
 def test_the_plan_as_json_has_the_parts_in_bytes():
-    result = run("--config", SERVERS, "--size", "2b", "--gpus", 4, "--json")
-    assert result.exit_code == 0, result.output
+    result = run("plan", "--config", SERVERS, "--size", "2b", "--gpus", 4, "--json")
     report = json.loads(result.stdout)
     server, learner = report["details"]["gpus"]
     assert report["ok"] and report["details"]["rollouts"] == "server"
@@ -141,8 +136,8 @@ def test_the_plan_as_json_has_the_parts_in_bytes():
 
 
 def test_a_missing_checkpoint_is_reported_with_the_way_out():
-    result = run("--config", COLOCATE)
-    assert result.exit_code == 1 and "--size 4b" in result.output
+    result = run("plan", "--config", COLOCATE, code=1)
+    assert "--size 4b" in result.output
 
 
 def test_launch_plan_and_run_verify_import_no_torch():

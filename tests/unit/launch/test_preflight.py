@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from coordexp.cli import app, launch
+from coordexp.cli import launch
 from coordexp.cli.check import data_problems, missing_files
 from coordexp.config import World, load_settings
 from coordexp.demo.model import make_tokenizer
@@ -18,6 +17,7 @@ from coordexp.launch import preflight, processes
 from coordexp.launch.memory import total_bytes
 from coordexp.launch.plan import LaunchOptions, make_plan
 from coordexp.launch.preflight import DeviceMemory
+from tests.command import run
 from tests.vocabularies import table
 
 CONFIG = Path("configs/stage2-server-3v1.yaml").resolve()
@@ -228,16 +228,14 @@ def test_a_run_without_servers_is_refused_for_that_alone_wherever_vllm_is_instal
 
     monkeypatch.setattr(launch, "check_vllm", miss)
     config = "configs/demo/coco-cpu.yaml"
-    result = CliRunner().invoke(app, ["launch", "--config", config, "--cpu", "--check-only", "--json"])
+    result = run("launch", "--config", config, "--cpu", "--check-only", "--json", code=1)
     subjects = {finding["subject"] for finding in json.loads(result.stdout)["findings"]}
     assert "custom.trainer_variant" in subjects or "rollout_matching.vllm.mode" in subjects
     assert "vllm" not in subjects
 
 
 def test_the_plan_as_json_has_every_part_with_its_command_and_memory(config):
-    command = ["launch", "--config", str(config), "--cpu", "--learners", "2", "--check-only", "--json"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    result = run("launch", "--config", config, "--cpu", "--learners", 2, "--check-only", "--json")
     report = json.loads(result.stdout)
     assert report["ok"] is True and report["checked"] == str(config)
     plan, memory = report["details"]["plan"], report["details"]["memory"]
@@ -254,9 +252,7 @@ def test_a_launch_that_is_impossible_reports_all_problems_and_starts_nothing(con
         "examples/check/ten-mistakes.yaml": {"--server-gpus", "rollout_matching.decode_batch_size"},
     }
     for file, expected in subjects.items():
-        command = ["launch", "--config", file, *options, "--check-only", "--json"]
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 2
+        result = run("launch", "--config", file, *options, "--check-only", "--json", code=2)
         assert expected <= {finding["subject"] for finding in json.loads(result.stdout)["findings"]}
 
 
@@ -272,8 +268,7 @@ def test_a_launch_makes_a_token_that_it_does_not_show_and_returns_the_learners_c
             return 5
 
     monkeypatch.setattr(processes, "Launch", FakeLaunch)
-    result = CliRunner().invoke(app, ["launch", "--config", str(config), "--cpu"])
-    assert result.exit_code == 5
+    result = run("launch", "--config", config, "--cpu", code=5)
     (token,) = tokens
     assert len(token) == 43 and token not in result.output
 

@@ -6,16 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.pages.rollouts import find_soft_target
+from tests.command import run
 from tests.dumped import TRUTH
 from tests.unit.pages.run_folders import COORD_REG, write_dumped_run
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +26,7 @@ def element(text: str, name: str):
 
 
 def test_a_page_is_written_beside_the_run_with_all_of_its_examples(folder):
-    result = run(folder)
+    result = run("inspect", folder)
     assert (result.exit_code, result.stdout) == (0, f"wrote {folder / 'inspect.html'}: all 6 dumped examples\n")
     text = (folder / "inspect.html").read_text()
     index = element(text, "index")
@@ -51,7 +46,7 @@ def test_images_of_data_in_several_folders_have_their_whole_path(tmp_path):
     whole = start["data"]["train"]
     start["data"]["train"] = whole | {"files": [whole, whole | {"file": str(tmp_path / "records.jsonl")}]}
     (folder / "run.json").write_text(json.dumps([start]))
-    run(folder)
+    run("inspect", folder)
     index = element((folder / "inspect.html").read_text(), "index")
     assert [entry["image"] for entry in index["samples"]] == [str(folder / name) for name in TRUTH]
 
@@ -62,15 +57,15 @@ def test_images_are_found_relative_to_where_the_run_was_started(tmp_path, monkey
     folder = write_dumped_run(Path("runs/demo"), steps=(0,))
     for place in (tmp_path, tmp_path / "runs", Path("/")):
         monkeypatch.chdir(place)
-        result = run(tmp_path / folder)
-        assert result.exit_code == 0 and "no image" not in result.stderr
+        result = run("inspect", tmp_path / folder)
+        assert "no image" not in result.stderr
 
 
 def test_a_record_that_occurs_twice_in_a_step_has_two_addresses(tmp_path):
     folder = write_dumped_run(tmp_path / "demo", steps=(0,))
     file = folder / FIRST
     file.write_text(file.read_text() * 2)
-    run(folder)
+    run("inspect", folder)
     text = (folder / "inspect.html").read_text()
     ids = [entry["id"] for entry in element(text, "index")["samples"]]
     assert ids == ["1.0.0", "1.0.1", "1.0.2", "1.0.0.2", "1.0.1.2", "1.0.2.2"]
@@ -83,7 +78,7 @@ def test_class_names_are_marked_as_masked_when_the_objective_masks_them(folder, 
     manifest[-1]["objective"]["masked_desc"] = ["B"]
     (other / "run.json").write_text(json.dumps(manifest))
     for run_folder, masked in ((folder, False), (other, True)):
-        run(run_folder)
+        run("inspect", run_folder)
         roles = element((run_folder / "inspect.html").read_text(), "sample-0")["tokens"]["roles"]
         assert (8 in roles) == masked and (4 in roles) != masked
 

@@ -1,6 +1,7 @@
 """The pages of a run that is still going on, over real HTTP on loopback."""
 
 import threading
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -8,19 +9,27 @@ import pytest
 from coordexp.pages.live import compute_dump_stamp, listen
 
 
+@contextmanager
+def serving(folder):
+    """Serve the pages of a run, and yield their address."""
+    server = listen(folder, 200, 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
 @pytest.fixture
 def served(tmp_path):
     """A run folder that has nothing yet, and a client of the server of its pages."""
     folder = tmp_path / "<b>run"
     folder.mkdir()
-    server = listen(folder, 200, 0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.server_address[1]}") as client:
+    with serving(folder) as url, httpx.Client(base_url=url) as client:
         yield folder, client
-    server.shutdown()
-    server.server_close()
-    thread.join(5)
 
 
 def test_the_stamp_changes_when_the_run_dumps_more(served):

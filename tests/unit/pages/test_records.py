@@ -4,9 +4,8 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
+from tests.command import run
 from tests.unit.data.planted import HEIGHT, WIDTH, write_clean
 from tests.unit.pages.reader import Reader
 
@@ -26,8 +25,7 @@ def planted(tmp_path):
 
 def view(planted, *options):
     target = planted.folder / "page.html"
-    result = CliRunner().invoke(app, ["data", "view", str(planted.write()), "--out", str(target), *options])
-    assert result.exit_code == 0, result.output
+    run("data", "view", planted.write(), "--out", target, *options)
     return Reader(target.read_text(encoding="utf-8"))
 
 
@@ -97,7 +95,7 @@ def test_text_from_the_data_is_escaped(planted, text):
 def test_a_hostile_file_name_is_escaped(planted):
     file = planted.write().rename(planted.folder / "<img src=x onerror=alert(1)>.jsonl")
     target = planted.folder / "page.html"
-    CliRunner().invoke(app, ["data", "view", str(file), "--out", str(target)])
+    run("data", "view", file, "--out", target)
     page = Reader(target.read_text(encoding="utf-8"))
     assert page.texts["h1"] == [str(file)]
     assert not [image for image in page.all("img") if not image["src"].startswith("data:")]

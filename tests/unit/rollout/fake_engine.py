@@ -1,5 +1,6 @@
 """A colocated backend with a fake engine, to observe how and in which order the backend uses it."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from coordexp.config.rollout import RolloutMatching
-from coordexp.rollout import colocate, update
+from coordexp.rollout import colocate
 from coordexp.rollout.backend import Decode, ImageRef, Request, Rollout
 from coordexp.rollout.start import EngineSetup
 
@@ -73,7 +74,8 @@ class Run:
         self.recorded: list[dict[str, Any]] = []
         patch.setattr(colocate, "start_engine", self._fake_start)
         patch.setattr(colocate, "stop_engine", lambda engine: None)
-        patch.setattr(update, "EngineUpdates", lambda *_: FakeUpdates(self))
+        updates = SimpleNamespace(EngineUpdates=lambda *_: FakeUpdates(self))
+        patch.setitem(sys.modules, "coordexp.rollout.update", updates)  # the real one imports vLLM
         patch.setattr(colocate, "generate_rollouts", self._fake_rollouts)
         settings = RolloutMatching.model_validate({"vllm": {"enable_lora": True, "sync": sync}})
         table: Any = None

@@ -18,7 +18,6 @@ from coordexp.rollout.start import (
     first_sentence,
     start_engine,
 )
-from coordexp.rollout.update import RankExecutor
 from tests.vocabularies import table
 
 LOG = """WorkerProc failed to start.
@@ -60,7 +59,10 @@ def test_a_failed_start_names_the_settings_or_the_options_and_the_backend_withou
 
 
 @pytest.mark.scenario("R07.C6", on="pure")
+@pytest.mark.slow  # it imports vLLM
 def test_the_engine_of_a_rank_runs_on_the_device_of_this_rank(monkeypatch):
+    from coordexp.rollout.update import RankExecutor
+
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setenv("MASTER_PORT", "29511")
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 6)

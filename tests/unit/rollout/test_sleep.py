@@ -13,7 +13,7 @@ import torch
 
 from coordexp.config.rollout import RolloutMatching
 from coordexp.errors import EngineError
-from coordexp.rollout import colocate, update
+from coordexp.rollout import colocate
 from coordexp.rollout.backend import Decode, Request
 from coordexp.rollout.start import EngineSetup, start_engine
 from tests.unit.rollout.fake_engine import ADAPTER, CONFIG, IMAGE, WEIGHTS, FakeLearner, Run
@@ -79,6 +79,8 @@ class SleepingRun:
     """A run with the fake engine. `events` are what is done to the engine, and where the learner is."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, adapter: bool = False, **vllm: Any) -> None:
+        from coordexp.rollout import update  # imports vLLM
+
         self.events: list[str] = []
         self.engine = FakeSleepingEngine(self.events)
         patch.setattr(colocate, "start_engine", lambda setup, adapters: self.engine)
@@ -127,6 +129,7 @@ class SleepingRun:
         return FakeLearner().generate(requests, int(engine.version))
 
 
+@pytest.mark.slow
 def test_an_engine_sleeps_from_the_last_rollout_of_a_step_until_the_next_sync(monkeypatch):
     run = SleepingRun(monkeypatch)
     assert run.step(1) == ["learner out", "load", "answers", "answers", "sleep", "learner back"]  # with a canary
@@ -134,6 +137,7 @@ def test_an_engine_sleeps_from_the_last_rollout_of_a_step_until_the_next_sync(mo
         assert run.step(version) == ["learner out", *WAKE, "answers", "sleep", "learner back"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_at_the_version_of_the_engine_wakes_it_without_a_sync(monkeypatch):
     run = SleepingRun(monkeypatch)
     run.step(1)
@@ -149,6 +153,7 @@ def test_an_evaluation_at_the_version_of_the_engine_wakes_it_without_a_sync(monk
     assert run.step(2) == ["learner out", *WAKE, "answers", "sleep", "learner back"]
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_to_an_engine_that_still_has_its_base_weights(monkeypatch):
     run = SleepingRun(monkeypatch, adapter=True)
     assert run.step(1) == ["learner out", "adapter", "answers", "answers", "sleep", "learner back"]
@@ -156,6 +161,7 @@ def test_an_adapter_goes_to_an_engine_that_still_has_its_base_weights(monkeypatc
     assert run.step(2) == ["learner out", *awake, "adapter", "answers", "sleep", "learner back"]
 
 
+@pytest.mark.slow
 def test_after_an_error_the_engine_is_not_asked_to_sleep(monkeypatch):
     run = SleepingRun(monkeypatch)
 

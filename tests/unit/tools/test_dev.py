@@ -60,6 +60,9 @@ def test_changed_runs_the_fast_tests_that_import_what_changed(checkout):
         "tests/unit/test_area.py": "from coordexp.shapes import area\n",
         "tests/unit/test_draw.py": "from coordexp.shapes import draw\n",
         "tests/unit/test_report.py": "import coordexp.report\n",
+        "src/coordexp/cli.py": "import coordexp.shapes.area\n",
+        "tests/command.py": "import coordexp.cli\n",
+        "tests/unit/test_command.py": "from tests.command import run\n",
         "tests/unit/test_config.py": 'NAME = "small.yaml"\n',
         "tests/integration/test_all.py": "from coordexp.shapes import area\n",
     }
@@ -74,7 +77,7 @@ def test_changed_runs_the_fast_tests_that_import_what_changed(checkout):
     (checkout / "src/coordexp/shapes/area.py").write_text("area = 3\n")
     (checkout / "small.yaml").write_text("new: true\n")
     shown = dev(checkout, "test", "--changed").stdout.splitlines()
-    concerned = ["tests/unit/test_area.py", "tests/unit/test_config.py", "tests/unit/test_report.py"]
+    concerned = [f"tests/unit/test_{name}.py" for name in ("area", "command", "config", "report")]
     assert shown[:-1] == concerned and shown[-1].startswith(f"fake -m pytest {' '.join(concerned)} -m not slow")
     subprocess.run([*git, "commit", "-qam", "second"], check=True)
     subprocess.run([*git, "add", "."], check=True)

@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from coordexp.cli import app
 from coordexp.errors import DataError, UserError
 from coordexp.logs import say
 from coordexp.train import checkpoints
@@ -30,6 +28,7 @@ from coordexp.train.checkpoints import (
 )
 from coordexp.train.sinks import cut_metrics
 from tests import zygote
+from tests.command import run
 
 pytestmark = pytest.mark.timeout(60)
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "global_step4/shard.pt")
@@ -171,22 +170,16 @@ def test_an_error_of_the_disk_gives_advice_about_the_disk(tmp_path, error):
     assert "GB are free" in raised.value.fix
 
 
-def run_verify(folder: Path):
-    return CliRunner().invoke(app, ["verify", str(folder)])
-
-
 def test_verify_says_one_line_a_checkpoint_and_exits_by_the_newest(tmp_path):
     for step in (4, 8, 12):
         saved(tmp_path, step)
     (saved(tmp_path, 2) / MANIFEST).unlink()
     flip(tmp_path / "checkpoint-4/model.safetensors")
-    result = run_verify(tmp_path)
-    assert result.exit_code == 0
+    result = run("verify", tmp_path)
     assert [line.split()[0] for line in result.stdout.splitlines()] == [f"checkpoint-{k}" for k in (12, 8, 4, 2)]
     assert f"{tmp_path}/checkpoint-4/model.safetensors" in result.stdout
     (tmp_path / "checkpoint-12" / MANIFEST).unlink()
-    result = run_verify(tmp_path)
-    assert result.exit_code == 1
+    result = run("verify", tmp_path, code=1)
     assert result.stdout.startswith("checkpoint-12 ") and "manifest.json" in result.stdout
 
 
@@ -264,8 +257,7 @@ def test_a_folder_that_a_run_holds_is_refused_with_process_and_host_until_that_r
 def test_train_refuses_a_folder_in_use_and_changes_nothing_in_it(tmp_path, holder, resume):
     words = train_words(tmp_path)
     before = sorted(tmp_path.iterdir())
-    result = CliRunner().invoke(app, [*words, *resume])
-    assert result.exit_code == 1
+    result = run(*words, *resume, code=1)
     assert f"process {holder.pid}" in result.stderr
     assert sorted(tmp_path.iterdir()) == before
 
