@@ -62,6 +62,7 @@ MOST_FAULTS = 6  # of a round
 MOST_STARTS = 40  # of the learner, in a round
 START = 600.0  # seconds for both servers to start
 ROUND = 900.0  # seconds after which a round has failed
+LEAVING = 15.0  # seconds in which the folder of a server goes that was ended while it started
 NETWORK_FAULTS = ("delay", "drop", "truncate")
 PHASES = ("rollout", "sync", "evaluation", "save", "start", "any")
 PHASE_WAIT = 12.0  # seconds to wait for the drawn phase, before the fault comes regardless
@@ -518,7 +519,10 @@ def prepared(seed: int) -> Iterator[Machine]:
             yield machine
         finally:
             machine.close()
-        if remaining := left.left():
+        until = time.monotonic() + LEAVING
+        while (remaining := left.left()) and time.monotonic() < until:
+            time.sleep(0.2)
+        if remaining:
             machine.problems.append(f"left behind: {remaining}")
 
 
