@@ -222,13 +222,13 @@ def test_gpus_are_found_by_nvidia_smi(tmp_path, monkeypatch):
     }
 
 
-def test_a_run_without_servers_is_refused_for_that_alone_wherever_vllm_is_installed(monkeypatch, capsys):
+def test_a_run_without_servers_is_refused_for_that_alone_wherever_vllm_is_installed(monkeypatch):
     def miss(_):
         raise UserError("vLLM is not installed")
 
     monkeypatch.setattr(launch, "check_vllm", miss)
     config = "configs/demo/coco-cpu.yaml"
-    result = run("launch", "--config", config, "--cpu", "--check-only", "--json", code=1)
+    result = run("launch", "--config", config, "--cpu", "--check-only", "--json", code=2)
     subjects = {finding["subject"] for finding in json.loads(result.stdout)["findings"]}
     assert "custom.trainer_variant" in subjects or "rollout_matching.vllm.mode" in subjects
     assert "vllm" not in subjects
