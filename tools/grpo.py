@@ -19,8 +19,8 @@ Weights are float32.
 
 The folder gets `metrics.jsonl` with a line per step (`reward`, `rollout/mean_tokens`, `generated_tokens` so far,
 `kl` and others of TRL) and a line per evaluation, named as in training (`eval_f1_50`); the predictions of every
-evaluation; and at the end `checkpoint-STEPS`, a model folder for `coordexp predict`. `coordexp report` compares it
-with the folders of other runs.
+evaluation on `--val`; and at the end `checkpoint-STEPS`, a model folder for `coordexp predict`. `coordexp report`
+compares it with the folders of other runs.
 """
 
 import argparse
@@ -74,16 +74,14 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="The model folder to start from.")
     parser.add_argument("--train", type=Path, required=True, help="The records to train on.")
-    parser.add_argument("--val", type=Path, required=True, help="The records to evaluate on.")
+    parser.add_argument("--val", type=Path, help="The records to evaluate on. Without it: no evaluation.")
     parser.add_argument("--out", type=Path, required=True, help="A new folder.")
     parser.add_argument("--steps", type=int, required=True, help="Updates of the weights.")
     parser.add_argument("--group", type=int, default=8, help="Answers per image.")
     parser.add_argument("--images-per-step", type=int, default=4)
-    parser.add_argument("--updates-per-batch", type=int, default=1, help="Updates that use the same answers.")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--kl", type=float, default=0.01, help="Weight of the divergence from the first weights.")
-    parser.add_argument("--clip", type=float, default=0.2, help="Matters only with several updates per batch.")
     parser.add_argument("--max-new-tokens", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ignore-unmatched", action="store_true", help="The reward is for incomplete labels.")
@@ -108,7 +106,7 @@ def make_trainer(options: argparse.Namespace) -> Any:
     except ImportError as error:
         raise UserError(
             f"TRL cannot be imported: {error}",
-            "pip install trl==1.16.0 datasets==5.2.0 beside coordexp[train], in an environment of its own",
+            "pip install trl==1.16.0 datasets==5.2.0 beside coordexp[train], in a virtual environment of its own",
         ) from error
     records, table = RecordFile(options.train), VocabularyTable.from_folder(options.model)
     # TRL pads prompts on the left. The processor must do the same, or a batch with images of several sizes fails.
@@ -121,7 +119,6 @@ def make_trainer(options: argparse.Namespace) -> Any:
         num_generations=options.group,
         per_device_train_batch_size=options.group * options.images_per_step,
         steps_per_generation=1,
-        num_iterations=options.updates_per_batch,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=WARMUP_STEPS,
@@ -130,7 +127,6 @@ def make_trainer(options: argparse.Namespace) -> Any:
         max_completion_length=options.max_new_tokens,
         beta=options.kl,
         use_bias_correction_kl=False,
-        epsilon=options.clip,
         loss_type="dapo",
         scale_rewards="group",
         mask_truncated_completions=False,
@@ -143,15 +139,13 @@ def make_trainer(options: argparse.Namespace) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-    backend = HuggingFaceBackend(lambda: model, PromptBuilder(processor, question), table, DECODE_BATCH)
-    limits = RolloutMatching(max_new_tokens=options.max_new_tokens)
-    evaluation = AnswerEvaluation(
+    evaluation = options.val and AnswerEvaluation(
         RecordFile(options.val),
         Questions.of(Custom(prompt=question)),
-        backend,
+        HuggingFaceBackend(lambda: model, PromptBuilder(processor, question), table, DECODE_BATCH),
         model.named_parameters,
         CoordTokenAnswers(table),
-        limits,
+        RolloutMatching(max_new_tokens=options.max_new_tokens),
         Asking(options.out),
     )
     trainer = GRPOTrainer(
@@ -167,15 +161,17 @@ def make_trainer(options: argparse.Namespace) -> Any:
 
 
 def make_dataset(records: RecordFile, question: str) -> Any:
-    """Return the records as a dataset of TRL: prompt, image and index. An image is read when it is needed."""
+    """Return the records as a dataset of TRL: prompt, image and index. An image is read when it is needed. The
+    fingerprint is given because to compute it, dill pickles all of pyarrow, which fails outside site-packages."""
     from datasets import Dataset
+    from pyarrow import table
 
     def load(rows: dict[str, list[int]]) -> dict[str, list[Any]]:
         chosen = [records[index] for index in rows["index"]]
         images = [open_image(records.image_address(record), (record.width, record.height)) for record in chosen]
         return rows | {"image": images, "prompt": [[{"role": "user", "content": question}] for _ in chosen]}
 
-    return Dataset.from_dict({"index": list(range(len(records)))}).with_transform(load)
+    return Dataset(table({"index": range(len(records))}), fingerprint="records").with_transform(load)
 
 
 class F1Reward:
@@ -236,10 +232,10 @@ def _is_empty_answer(ids: Sequence[int], table: VocabularyTable) -> bool:
 
 
 class Journal(TrainerCallback):
-    """Writes `metrics.jsonl`, prints the main numbers, and evaluates before the first step, after every `every`
-    steps and after the last one."""
+    """Writes `metrics.jsonl`, prints the main numbers, and evaluates, if there is an evaluation, before the first
+    step, after every `every` steps and after the last one."""
 
-    def __init__(self, path: Path, evaluation: AnswerEvaluation, every: int) -> None:
+    def __init__(self, path: Path, evaluation: AnswerEvaluation | None, every: int) -> None:
         self.file, self.evaluation, self.every = MetricsFile(path), evaluation, every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -259,8 +255,9 @@ class Journal(TrainerCallback):
             say(f"step {state.global_step}/{args.max_steps}: {', '.join(numbers)}")
 
     def _evaluate(self, args: Any, state: Any, control: Any) -> None:
-        metrics = self.evaluation(state.global_step)
-        self.on_log(args, state, control, {f"eval_{name}": value for name, value in metrics.items()})
+        if self.evaluation:
+            metrics = self.evaluation(state.global_step)
+            self.on_log(args, state, control, {f"eval_{name}": value for name, value in metrics.items()})
 
 
 def read_question(model: Path) -> str:
@@ -286,7 +283,9 @@ def write_run_files(options: argparse.Namespace) -> None:
         "command": sys.argv,
         "packages": {name: version(name) for name in ("trl", "datasets", "transformers", "torch")},
         "git": git_state(),
-        "data": {name: fingerprint(RecordFile(getattr(options, name))) for name in ("train", "val")},
+        "data": {
+            name: fingerprint(RecordFile(path)) for name in ("train", "val") if (path := vars(options)[name])
+        },
     }
     write_json(options.out / "run.json", [start])
 

@@ -191,8 +191,8 @@ class Cell:
         """Return the job that trains with GRPO. It cannot resume."""
         start, model = self.find_model("start"), self.find_model("grpo")
         words = (str(self.study.trl), str(ROOT / "tools/grpo.py"), "--model", str(start), *GRPO)
-        words += ("--train", str(self.make_labels()), "--val", str(self.study.scenes / "val.jsonl"))
-        words += ("--out", str(model.parent), "--steps", str(self.study.size.steps), "--seed", str(self.seed))
+        words += ("--train", str(self.make_labels()), "--out", str(model.parent))
+        words += ("--steps", str(self.study.size.steps), "--seed", str(self.seed))
         job = self.begin("grpo", start / MANIFEST)
         return replace(job, commands=(Command(words, model / "coordexp.json", leftover=model.parent),))
 

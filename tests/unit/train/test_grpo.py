@@ -21,6 +21,7 @@ SPEC.loader.exec_module(grpo)
 SMALL = table("small")
 CUP, DOG = ("cup", (100, 100, 300, 300)), ("dog", (500, 500, 900, 900))
 EXTRA = ("cup", (700, 0, 800, 90))
+BESIDE = ("dog", (500, 500, 900, 680))  # overlaps DOG by less than half
 
 
 def record(*objects):
@@ -63,6 +64,7 @@ def test_the_reward_is_f1_of_the_valid_objects_with_class(text, expected):
     [
         ((CUP, DOG, EXTRA), 1.0),  # the label of the extra may be missing
         ((CUP, EXTRA), 2 / 3),
+        ((CUP, BESIDE), 2 / 3),
         ((EXTRA,), 0.0),
         ((CUP, CUP, DOG), 4 / 5),
         ((CUP, ("cat", DOG[1])), 1 / 2),
