@@ -75,6 +75,15 @@ def test_the_images_of_a_tsv_stay_in_it(tmp_path, quoted):
     ]
 
 
+@pytest.mark.parametrize("place", ["", "-1", "9007199254740993"])  # the last is more than a file system can have
+def test_a_line_of_a_tsv_with_an_impossible_place_is_left_out(tmp_path, place):
+    write_tsv(tmp_path, [REX])
+    with (tmp_path / "toy.annotations.tsv").open("a") as file:
+        file.write(f"{place}\t{json.dumps(REX)}\n")
+    import_packed("tsv", tmp_path, tmp_path / "train.jsonl")
+    assert len(load(tmp_path / "train.jsonl")) == 1
+
+
 def test_what_a_box_means_is_not_guessed_and_numbers_of_classes_need_names(tmp_path):
     file = write_webdataset(tmp_path / "s.tar", {"0": LISTS})
     words = ("data", "import", "webdataset", file, "--out")

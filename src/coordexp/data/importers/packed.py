@@ -148,7 +148,7 @@ def read_tsv(location: str, reader: RowReader) -> Iterator[SourceImage]:
                 raise DataError(problem, "give *annotations.tsv with the labels of one image on each line")
             with reader.counts.dropping(where):
                 offset, _, labels = line.partition(b"\t")
-                if not re.fullmatch(rb"\d{1,18}", offset):
+                if not re.fullmatch(rb"\d{1,13}", offset):
                     raise Dropped("line that is not the place of an image and its labels")
                 image_file.seek(int(offset))
                 key, _, content = image_file.readline(2 * stores.LARGEST).rstrip(b"\r\n").partition(b"\t")
